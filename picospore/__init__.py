@@ -1,0 +1,1 @@
+"""The nouns of PicoSpore: what the scripts beside this folder share."""

@@ -374,14 +374,22 @@ def _convert(text: str, kind):
 
 
 def _below(section, name: str, least: int, *keys: str) -> list[str]:
-    values = ((key, getattr(section, key)) for key in keys)
-    return [f"{name}.{k} is {v}: expected at least {least}" for k, v in values if v is not None and v < least]
+    """A sentence for each key whose value is under `least`; null is no value."""
+    values = {key: getattr(section, key) for key in keys}
+    return [
+        f"{name}.{key} is {value}: expected at least {least}"
+        for key, value in values.items()
+        if value is not None and value < least
+    ]
 
 
 def _not_above(section, name: str, bound: int, *keys: str) -> list[str]:
-    values = ((key, getattr(section, key)) for key in keys)
+    """A sentence for each key whose value is not over `bound`; null is no value."""
+    values = {key: getattr(section, key) for key in keys}
     return [
-        f"{name}.{k} is {v}: expected more than {bound}" for k, v in values if v is not None and v <= bound
+        f"{name}.{key} is {value}: expected more than {bound}"
+        for key, value in values.items()
+        if value is not None and value <= bound
     ]
 
 

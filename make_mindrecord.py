@@ -177,7 +177,7 @@ def find_files(inputs: list[str]) -> list[Path]:
                 files.setdefault(file.resolve(), file)
     if not files:
         raise DataError(
-            f"no text in {' '.join(inputs)}: a folder is searched for .jsonl and text such as .txt, .md, .py; "
+            f"no text in {' '.join(inputs)}: a folder is searched for .jsonl and text such as .txt and .py; "
             "name other files themselves"
         )
     return list(files.values())
@@ -266,7 +266,7 @@ def sample_lines(corpus: Corpus, text_key: str, seed: int) -> Iterator[str]:
     chance = SAMPLE_BYTES / max(1, corpus.bytes)
     draw = random.Random(seed)
     for document in read_documents(corpus, text_key):
-        for line in document.text.splitlines():
+        for line in document.text.splitlines() if document.text.strip() else ():
             for start in range(0, len(line), SAMPLE_LINE):
                 if chance >= 1 or draw.random() < chance:
                     yield line[start : start + SAMPLE_LINE]

@@ -12,9 +12,7 @@ Shapes: B micro-batch of one dp rank, S seq_length, T = S + 1 tokens of a record
 import hashlib
 import itertools
 import json
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +21,7 @@ import numpy as np
 
 FORMAT_VERSION = 1
 IGNORE = -1  # a label that does not count, and a filler token that the model never sees
-WINDOW_TOKENS = (
-    2**19
-)  # read at once: opening MindRecord costs milliseconds, so it must be rare; 2 MiB as int32
+WINDOW_TOKENS = 2**21  # asked of MindRecord in one go: to begin costs some 10 to 50 ms, so it must be rare
 
 
 class DataError(ValueError):
@@ -226,22 +222,24 @@ class Reader:
             self.files, ["input_ids"], num_parallel_workers=1, sampler=sampler, shuffle=None
         )
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """The records with these ids, in this order: int32 [N, T]."""
+    def batches(self, ids: np.ndarray, batch: int) -> Iterator[np.ndarray]:
+        """These records, in this order, `batch` at a time (the last may be shorter): int32 [B, T].
+
+        MindSpore's own threads read ahead of the caller. Call it from the main thread: elsewhere an error
+        inside MindSpore ends the process instead of being raised. It takes at most as many ids as records.
+        """
         import mindspore.dataset as ds
 
-        assert len(ids) and min(ids) >= 0 and max(ids) < self.records, "ids outside the split"
-        dataset = self._dataset(ds.SubsetSampler([int(i) for i in ids])).batch(
-            len(ids), num_parallel_workers=1
-        )
+        assert len(ids) <= self.records and min(ids) >= 0 and max(ids) < self.records, "ids outside the split"
+        dataset = self._dataset(ds.SubsetSampler(ids.tolist())).batch(batch, num_parallel_workers=1)
         try:
-            (tokens_NT,) = next(dataset.create_tuple_iterator(num_epochs=1, output_numpy=True))
+            for (tokens_BT,) in dataset.create_tuple_iterator(num_epochs=1, output_numpy=True):
+                yield tokens_BT
         except RuntimeError as error:
             raise DataError(
                 f"MindRecord cannot read {Path(self.files[0]).parent}: verify the hashes to find the "
                 f"damaged file, and copy it again. {error}"
             ) from error
-        return tokens_NT
 
 
 class Batch(NamedTuple):
@@ -258,17 +256,17 @@ def train_batches(
     position + (m * dp + r) * B. So a step of A micro-steps consumes B * dp * A consecutive positions, the
     same ones however that product is split, and nothing here needs to know where a step ends.
     """
-    B, n = batch_per_dp_rank, manifest.records("train")
-    micro_steps = max(1, WINDOW_TOKENS // (B * (manifest.seq_length + 1)))
-
-    def windows() -> Iterator[np.ndarray]:
-        for at in itertools.count(position, micro_steps * dp * B):
-            ids = sample_ids(at, micro_steps * dp * B, n, seed)
-            yield ids.reshape(micro_steps, dp, B)[:, dp_rank].reshape(-1)
-
-    for ids, tokens_NT in _read_ahead(Reader(manifest, "train"), windows()):
-        for i in range(0, len(ids), B):
-            yield Batch(tokens_NT[i : i + B], ids[i : i + B])
+    reader, B = Reader(manifest, "train"), batch_per_dp_rank
+    if reader.records < B:
+        raise DataError(
+            f"a batch of {B} is more than the {reader.records} train records: lower it, or convert more"
+        )
+    micro_steps = max(1, min(WINDOW_TOKENS // (manifest.seq_length + 1), reader.records) // B)
+    for at in itertools.count(position, micro_steps * dp * B):
+        ids = sample_ids(at, micro_steps * dp * B, reader.records, seed)
+        ids = ids.reshape(micro_steps, dp, B)[:, dp_rank]
+        for tokens_BT, ids_B in zip(reader.batches(ids.reshape(-1), B), ids, strict=True):
+            yield Batch(tokens_BT, ids_B)
 
 
 def val_batches(
@@ -280,36 +278,19 @@ def val_batches(
     rows of IGNORE fill what is missing. `limit` counts records over all ranks, so the loss is the same under
     any layout.
     """
-    B = batch_per_dp_rank
-    n = manifest.records("validation")
-    n = n if limit is None else min(n, limit)
-    ids = np.full(-(-n // (dp * B)) * dp * B, IGNORE, np.int64)
+    reader, B = Reader(manifest, "validation"), batch_per_dp_rank
+    n = reader.records if limit is None else min(reader.records, limit)
+    steps = -(-n // (dp * B))
+    ids = np.full(steps * dp * B, IGNORE, np.int64)
     ids[:n] = np.arange(n)
-    ids = ids.reshape(-1, dp, B)[:, dp_rank].reshape(-1)
-    rows = B * max(1, WINDOW_TOKENS // (B * (manifest.seq_length + 1)))
-    windows = (ids[i : i + rows] for i in range(0, len(ids), rows))
-    for window, tokens_NT in _read_ahead(Reader(manifest, "validation"), windows):
-        for i in range(0, len(window), B):
-            yield Batch(tokens_NT[i : i + B], window[i : i + B])
-
-
-def _read_ahead(reader: Reader, windows: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each window of ids with its records; the next one is read while this one is used."""
-
-    def read(ids: np.ndarray) -> np.ndarray:
-        tokens_NT = reader.read(np.maximum(ids, 0))
-        tokens_NT[ids == IGNORE] = IGNORE
-        return tokens_NT
-
-    with ThreadPoolExecutor(max_workers=1) as background:
-        ahead = deque()
-        for ids in windows:
-            ahead.append((ids, background.submit(read, ids)))
-            if len(ahead) == 2:
-                ready, future = ahead.popleft()
-                yield ready, future.result()
-        for ready, future in ahead:
-            yield ready, future.result()
+    ids = ids.reshape(steps, dp, B)[:, dp_rank]
+    real = ids[ids != IGNORE]
+    found = reader.batches(real, B) if len(real) else iter(())
+    for ids_B in ids:
+        tokens_BT = np.full((B, manifest.seq_length + 1), IGNORE, np.int32)
+        for tokens_NT in itertools.islice(found, 1):
+            tokens_BT[: len(tokens_NT)] = tokens_NT
+        yield Batch(tokens_BT, ids_B)
 
 
 def inputs_and_labels(tokens_BT: np.ndarray, pad_id: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -186,10 +187,9 @@ def permute(k: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     return x.astype(np.int64)
 
 
-def sample_ids(position: int, count: int, n: int, seed: int) -> np.ndarray:
-    """Global ids of the samples at [position, position + count); every epoch has an order of its own."""
-    positions = np.arange(position, position + count, dtype=np.uint64)
-    epoch, k = np.divmod(positions, np.uint64(n))
+def sample_ids(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Global ids, in [0, n), of the samples at these positions; every epoch of n has an order of its own."""
+    epoch, k = np.divmod(np.asarray(positions, np.uint64), np.uint64(n))
     key = _mix(_mix(np.full(1, seed % 2**64, np.uint64)) + epoch)
     return permute(k, n, key)
 
@@ -207,7 +207,8 @@ class Reader:
             raise DataError(
                 f"{manifest.folder} has no {split} records: convert more data, or change --val_fraction"
             )
-        found = self._dataset().get_dataset_size()
+        with self._errors_explained():
+            found = self._dataset().get_dataset_size()
         if found != self.records:
             raise DataError(
                 f"the {split} shards in {manifest.folder} hold {found:,} records, the manifest says "
@@ -231,11 +232,16 @@ class Reader:
         import mindspore.dataset as ds
 
         assert len(ids) <= self.records and min(ids) >= 0 and max(ids) < self.records, "ids outside the split"
-        dataset = self._dataset(ds.SubsetSampler(ids.tolist())).batch(batch, num_parallel_workers=1)
-        try:
+        with self._errors_explained():
+            dataset = self._dataset(ds.SubsetSampler(ids.tolist())).batch(batch, num_parallel_workers=1)
             for (tokens_BT,) in dataset.create_tuple_iterator(num_epochs=1, output_numpy=True):
                 yield tokens_BT
-        except RuntimeError as error:
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
             raise DataError(
                 f"MindRecord cannot read {Path(self.files[0]).parent}: verify the hashes to find the "
                 f"damaged file, and copy it again. {error}"
@@ -262,9 +268,9 @@ def train_batches(
             f"a batch of {B} is more than the {reader.records} train records: lower it, or convert more"
         )
     micro_steps = max(1, min(WINDOW_TOKENS // (manifest.seq_length + 1), reader.records) // B)
+    own = (np.arange(micro_steps)[:, None] * dp + dp_rank) * B + np.arange(B)
     for at in itertools.count(position, micro_steps * dp * B):
-        ids = sample_ids(at, micro_steps * dp * B, reader.records, seed)
-        ids = ids.reshape(micro_steps, dp, B)[:, dp_rank]
+        ids = sample_ids(at + own, reader.records, seed)
         for tokens_BT, ids_B in zip(reader.batches(ids.reshape(-1), B), ids, strict=True):
             yield Batch(tokens_BT, ids_B)
 

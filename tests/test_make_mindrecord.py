@@ -91,6 +91,11 @@ def test_the_tokenizer_gives_back_code_chinese_emoji_and_white_space(tokenizer, 
     assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, 3)
 
 
+def test_a_text_begins_without_a_space_that_it_does_not_have(tokenizer):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    assert processor.encode("and", out_type=str)[0][0] == "a"
+
+
 def test_a_trained_tokenizer_is_the_same_each_time_and_comes_with_the_data(tmp_path):
     (tmp_path / "a.txt").write_text(PROSE * 5)
     for name in ("one", "two"):

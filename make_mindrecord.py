@@ -352,11 +352,22 @@ class RecordWriter:
 
     def _flush(self, rows: list[np.ndarray]) -> None:
         # Only the last flush is not a multiple of the shards, so each begins with shard 0.
-        for k in range(min(self.max_shards, len(rows))):
-            if k == len(self.writers):
-                self._open_shard()
-            self.writers[k].write_raw_data([{"input_ids": row} for row in rows[k :: self.max_shards]])
+        with self._errors_explained():
+            for k in range(min(self.max_shards, len(rows))):
+                if k == len(self.writers):
+                    self._open_shard()
+                self.writers[k].write_raw_data([{"input_ids": row} for row in rows[k :: self.max_shards]])
         self.records += len(rows)
+
+    @contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise DataError(
+                f"MindRecord cannot write {self.folder / self.split}: is the disk full, or the limit "
+                f"of open files (ulimit -n) below {2 * self.max_shards} and some? {error}"
+            ) from error
 
     def _open_shard(self) -> None:
         # Imported late, so that --help and wrong arguments answer at once.
@@ -373,8 +384,9 @@ class RecordWriter:
     def close(self) -> list[Shard]:
         if self.pending:
             self._flush(self.pending)
-        for writer in self.writers:
-            writer.commit()
+        with self._errors_explained():
+            for writer in self.writers:
+                writer.commit()
         shards = [self._describe(path) for path in self.paths]
         found = sum(shard.records for shard in shards)
         if found != self.records:  # MindRecord leaves out rows that it does not like, with a warning only

@@ -358,6 +358,19 @@ def test_a_folder_without_text_fails(tokenizer, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_full_disk_is_explained_and_leaves_nothing(tokenizer, tmp_path, capsys, monkeypatch):
+    from mindspore.mindrecord import FileWriter
+
+    def fail(self):
+        raise RuntimeError("[Errno] no space")
+
+    monkeypatch.setattr(FileWriter, "commit", fail)
+    path = write_jsonl(tmp_path / "a.jsonl", documents(5))
+    assert run("--input", path, "--output", tmp_path / "out", "--tokenizer", tokenizer) == 1
+    assert "is the disk full" in capsys.readouterr().err
+    assert [item.name for item in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 # ---- interruptions ------------------------------------------------------
 
 

@@ -63,9 +63,7 @@ BROKEN_LISTED = 20
 SAMPLE_BYTES = 10_000_000  # of text to train a tokenizer on: enough for tens of thousands of pieces
 SAMPLE_LINE = 1000  # characters; the trainer skips lines above 4,192 bytes, so long ones are cut
 WRITE_ROWS = 1000  # records handed to MindRecord at once; one by one is several times slower
-HEADER_BYTES = (
-    2**20
-)  # MindRecord's default is 16 MiB, and pages of 32 MiB, so that one record makes a 50 MB file
+HEADER_BYTES = 2**20  # MindRecord's own 16 MiB, with pages of 32 MiB, make a 50 MB file of one record
 PAGES_PER_SHARD = 1000  # some 200 bytes each in the header
 # tokens_text + tokens_special = tokens_written - tokens_padded + tokens_dropped; tokens_written is every
 # slot of every record, and tokens_padded those of them that hold padding.
@@ -465,7 +463,7 @@ def check_output(args: argparse.Namespace, corpus: Corpus) -> None:
 
 
 @contextmanager
-def folder_that_appears_whole(output: Path) -> Iterator[Path]:
+def folder_that_appears_whole(output: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `output` that takes its name at the end; after an error it is gone.
 
     A killed run leaves it behind, under a hidden name that the next run empties. (MindRecord refuses files
@@ -485,7 +483,7 @@ def folder_that_appears_whole(output: Path) -> Iterator[Path]:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         yield partial
         shutil.rmtree(replaced, ignore_errors=True)
-        if output.exists():
+        if overwrite and output.exists():  # without, a folder made meanwhile stays, and the next line fails
             output.rename(replaced)
         partial.rename(output)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -598,7 +596,7 @@ def check_counts(args: argparse.Namespace, shards: list[Shard], count: Counter) 
 def convert(args: argparse.Namespace, corpus: Corpus, command: str) -> None:
     started = time.perf_counter()
     print(f"corpus      {corpus.name}" + (f" ({corpus.licence})" if corpus.licence else ""))
-    with folder_that_appears_whole(args.output) as folder:
+    with folder_that_appears_whole(args.output, args.overwrite) as folder:
         model = folder / "tokenizer.model"
         if args.tokenizer:
             shutil.copyfile(args.tokenizer, model)

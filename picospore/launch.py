@@ -148,7 +148,7 @@ class Job:
     ranks: int
     local: range  # the ranks of this node
     has_scheduler: bool
-    started_s: float = field(default_factory=time.time)
+    started_s: float  # on the clock of psutil's create_time, which is not time.time()
     processes: dict[int | str, psutil.Process] = field(default_factory=dict)  # by rank, and "scheduler"
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
@@ -196,7 +196,7 @@ def run_ranks(
     """Run a script on `ranks` ranks in all, an equal share of them on this node; returns the exit code."""
     if ranks < 1 or ranks % nnodes or not 0 <= node_rank < nnodes:
         arithmetic = f"{ranks} ranks / {nnodes} nodes, this being node {node_rank}"
-        return _say(
+        return _verdict(
             f"{arithmetic}: take a multiple of the nodes, which count from 0 to {nnodes - 1}", EXIT_USAGE
         )
     port = choose_port(master_port, nnodes, node_rank)
@@ -208,11 +208,14 @@ def run_ranks(
     command = [sys.executable, "-m", "mindspore.parallel.cluster.run", "--join=True", f"--log_dir={run_dir}"]
     command += [f"--worker_num={ranks}", f"--local_worker_num={n_local}", f"--node_rank={node_rank}"]
     command += [f"--master_addr={master_addr}", f"--master_port={port}"]
+    command += [f"--tail_worker_log={ranks}"]  # a rank that is not there: it would start a `tail` for each
     if not (Path(sys.executable).parent / "python").exists():
         command.append("python3")  # msrun runs the script with `python` unless told so
     with _signals_noted() as signals, _tail_of_rank_0(run_dir, local) as tail:
         env = _rank_environment(run_dir, n_local, cores)
-        job = Job(_start(command + script_argv, env, run_dir), run_dir, ranks, local, node_rank == 0)
+        msrun = _start(command + script_argv, env, run_dir)
+        started_s = psutil.Process(msrun.pid).create_time()
+        job = Job(msrun, run_dir, ranks, local, node_rank == 0, started_s)
         try:
             return _follow(job, tail, signals, stop_grace_s)
         finally:
@@ -228,13 +231,13 @@ def _follow(job: Job, tail: BinaryIO, signals: list[int], stop_grace_s: float) -
         _copy_new(tail)
         for number in signals:
             if number == signal.SIGINT:
-                return _say("interrupted, all ranks ended", 130)
+                return _verdict("interrupted, all ranks ended", 130)
             stopped_by = number
             _forward(job, number)
         signals.clear()
         if stopped_by and (silent or not job.processes):
             name = signal.Signals(stopped_by).name
-            return _say(f"{name} ended the ranks before they could save", 128 + stopped_by)
+            return _verdict(f"{name} ended the ranks before they could save", 128 + stopped_by)
         if silent or (msrun_ended and job.unfinished()):
             return _explain_silence(job, silent or job.unfinished())
         if failed := first_failure(job.outcomes.values()):
@@ -248,7 +251,9 @@ def _follow(job: Job, tail: BinaryIO, signals: list[int], stop_grace_s: float) -
         if stopped_by or any(outcome.exit_code == EXIT_STOPPED for outcome in job.outcomes.values()):
             deadline_s = deadline_s or time.monotonic() + stop_grace_s
             if time.monotonic() > deadline_s:
-                return _say(f"ranks {job.unfinished()} did not stop within {stop_grace_s:.0f} s", EXIT_FAILED)
+                return _verdict(
+                    f"ranks {job.unfinished()} did not stop within {stop_grace_s:.0f} s", EXIT_FAILED
+                )
         time.sleep(POLL_S)
 
 
@@ -288,7 +293,7 @@ def _explain_failure(job: Job, failed: Outcome) -> int:
         print(*failed.traceback.splitlines()[-40:], sep="\n", file=sys.stderr)
     reason = failed.error or f"exit code {failed.exit_code}"
     log = job.run_dir / f"worker_{failed.rank}.log"
-    return _say(f"rank {failed.rank} of {job.ranks} failed: {reason}; log: {log}", exit_code_of([failed]))
+    return _verdict(f"rank {failed.rank} of {job.ranks} failed: {reason}; log: {log}", exit_code_of([failed]))
 
 
 def _explain_silence(job: Job, silent: list[int]) -> int:
@@ -296,7 +301,7 @@ def _explain_silence(job: Job, silent: list[int]) -> int:
     pid, status = _first_casualty(job)
     if not job.processes and status is None:
         end = _end_of(job.run_dir / "msrun.log")
-        return _say(f"msrun could not start the ranks:\n{end}", EXIT_FAILED)
+        return _verdict(f"msrun could not start the ranks:\n{end}", EXIT_FAILED)
     unseen = [rank for rank in job.unfinished() if rank not in job.processes]  # too short-lived for us
     rank = next(
         (name for name, process in job.processes.items() if process.pid == pid), (unseen or silent)[0]
@@ -304,14 +309,16 @@ def _explain_silence(job: Job, silent: list[int]) -> int:
     log = job.run_dir / f"worker_{rank}.log"
     if status is None or status == -signal.SIGKILL:
         advice = "if nobody did that, the out-of-memory killer is the usual reason: see `dmesg`"
-        return _say(f"{job.named(rank)} was killed (SIGKILL); {advice}; log: {log}", EXIT_FAILED)
+        return _verdict(f"{job.named(rank)} was killed (SIGKILL); {advice}; log: {log}", EXIT_FAILED)
     end = _end_of(log)
     print(end, _end_of(job.run_dir / f"rank_{rank}.cpp.log"), sep="\n", file=sys.stderr)
     if status < 0:
-        return _say(f"{job.named(rank)} was ended by {signal.Signals(-status).name}; log: {log}", EXIT_FAILED)
-    reason = end.splitlines()[-1] if end else f"exit code {status}"
+        return _verdict(
+            f"{job.named(rank)} was ended by {signal.Signals(-status).name}; log: {log}", EXIT_FAILED
+        )
+    reason = _last_error(end) or f"exit code {status}"
     code = EXIT_USAGE if status == EXIT_USAGE else EXIT_FAILED
-    return _say(f"{job.named(rank)} failed before it began: {reason}; log: {log}", code)
+    return _verdict(f"{job.named(rank)} failed before it began: {reason}; log: {log}", code)
 
 
 def _first_casualty(job: Job) -> tuple[int | None, int | None]:
@@ -331,8 +338,8 @@ def _explain_scheduler(job: Job) -> int:
     log = job.run_dir / "scheduler.log"
     print(end := _end_of(log), file=sys.stderr)
     busy = re.search(r"url: (\S+) Address already in use", end)
-    reason = f"{busy[1]} is already in use" if busy else "the ranks cannot find each other without it"
-    return _say(f"the scheduler ended before the ranks: {reason}; log: {log}", EXIT_FAILED)
+    reason = f"{busy[1]} is already in use" if busy else _last_error(end) or "it was killed"
+    return _verdict(f"the scheduler ended before the ranks: {reason}; log: {log}", EXIT_FAILED)
 
 
 def _end_of(log: Path, lines: int = 25) -> str:
@@ -340,9 +347,21 @@ def _end_of(log: Path, lines: int = 25) -> str:
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
-def _say(sentence: str, code: int) -> int:
+def _last_error(end: str) -> str | None:
+    """The line that names the exception; MindSpore adds paragraphs after it. Without one, the last line."""
+    lines = end.splitlines()
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return next(reversed(named or lines), None)
+
+
+def _note(sentence: str) -> None:
     sys.stdout.flush()
     print(f"launch: {sentence}", file=sys.stderr, flush=True)
+
+
+def _verdict(sentence: str, code: int) -> int:
+    print(file=sys.stderr)  # rank 0 may have been in the middle of a line
+    _note(sentence)
     return code
 
 
@@ -355,7 +374,7 @@ def choose_port(asked: int | None, nnodes: int, node_rank: int) -> int | None:
         port = asked or DEFAULT_PORT
         if node_rank == 0 and not _is_free(port):
             remedy = f"end what holds it (`ss -ltnp | grep {port}`) or give all nodes another --master_port"
-            _say(f"port {port} is in use: {remedy}", EXIT_USAGE)
+            _note(f"port {port} is in use: {remedy}")
             return None
         return port
     if asked and _is_free(asked):
@@ -364,7 +383,7 @@ def choose_port(asked: int | None, nnodes: int, node_rank: int) -> int | None:
         sock.bind(("", 0))
         port = sock.getsockname()[1]
     if asked:
-        _say(f"port {asked} is in use, taking {port}", 0)
+        _note(f"port {asked} is in use, taking {port}")
     return port
 
 
@@ -382,7 +401,7 @@ def forget_stale_environment(env: MutableMapping[str, str], keep: str = "") -> N
     found = [name for name in env if STALE.fullmatch(name) and name != keep]
     if found:
         settings = ", ".join(f"{name}={env.pop(name)}" for name in found)
-        _say(f"ignoring {settings}: left in the environment by another launch", 0)
+        _note(f"ignoring {settings}: left in the environment by another launch")
 
 
 def thread_env(local_ranks: int, cores: int | None = None) -> dict[str, str]:
@@ -486,12 +505,13 @@ def end_all(job: Job) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(family, timeout=1)
+    job.msrun.kill()
     job.msrun.wait()
 
 
 def _is_ours(process: psutil.Process, job: Job, sessions: set[int]) -> bool:
     with contextlib.suppress(psutil.Error, ProcessLookupError):
         ours = process in job.processes.values() or os.getsid(process.pid) in sessions
-        # Nobody who was given one of these ids earlier, and nobody who is dead already.
-        return ours and process.create_time() > job.started_s - 1 and process.status() != psutil.STATUS_ZOMBIE
+        # Older processes only happen to have one of these ids; dead ones wait for their parent.
+        return ours and process.create_time() >= job.started_s and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -2,8 +2,8 @@
 
     python env_check.py --ranks 2
 
-Prints `ok | warn | fail  name  what was found  -> what to do about it` for each check and ends with `ready`, exit
-code 0, or with the list of what to fix, exit code 1. Takes under a minute on CPU.
+Prints `ok | warn | fail  name  what was found  -> what to do about it` for each check, then `ready`, or the
+list of what to fix and exit code 1. Takes under a minute on CPU.
 
 Copy with: picospore/launch.py
 """

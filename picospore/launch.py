@@ -265,9 +265,10 @@ def _forward(job: Job, number: int) -> None:
 
 def _wait_for_teardown(job: Job) -> None:
     """Let the ranks close their devices. The scheduler looks only every 5 s whether they have, so wait for
-    it just where other nodes may still need it."""
-    needed = list(job.local) if len(job.local) == job.ranks else [*job.local, "scheduler"]
-    deadline_s = time.monotonic() + TEARDOWN_S
+    it just where ranks of other nodes, which may still be saving, need it."""
+    one_node = len(job.local) == job.ranks
+    needed = [*job.local] if one_node else [*job.local, "scheduler"]
+    deadline_s = time.monotonic() + (TEARDOWN_S if one_node else STOP_GRACE_S)
     while any(job.alive(name) for name in needed) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
 

@@ -44,7 +44,7 @@ class Launched:
     """A program started as a user starts it; its processes are known by a marker in their command lines."""
 
     def __init__(self, folder: Path, body: str, *, env: dict[str, str] | None = None, **options):
-        script = folder / "program.py"
+        script = folder / f"program_{options.get('node_rank', 0)}.py"
         script.write_text(PROGRAM.format(body=textwrap.indent(body, "    "), options=options))
         self.folder, self.marker, self.ranks = folder, uuid.uuid4().hex, options["ranks"]
         self.output = folder / f"output_{self.marker}"
@@ -117,6 +117,26 @@ return 0 if total == 1111 else 1
     (run_dir,) = (job.folder / "logs").iterdir()
     assert "rank 3 says 1111" in (run_dir / "worker_3.log").read_text()
     assert "WARNING" in (run_dir / "rank_3.cpp.log").read_text()
+
+
+@pytest.mark.slow
+def test_two_launchers_as_nodes_form_one_job(launched):
+    body = """
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.communication import init
+init()
+total = ops.AllReduce()(Tensor(np.array([10.0**RANK], np.float32))).asnumpy()[0]
+time.sleep(3 if RANK == 1 else 0)  # node 0 must not take the scheduler away
+return 0 if total == 11 else 1
+"""
+    nodes = {"ranks": 2, "nnodes": 2, "master_port": launch.choose_port(None, nnodes=1, node_rank=0)}
+    first = launched(body, node_rank=0, **nodes)
+    time.sleep(1)  # both nodes are this machine here, where the scheduler of the first to start wins
+    second = launched(body, node_rank=1, **nodes)
+    for job in (first, second):
+        code, output = job.end(within_s=90)
+        assert code == 0, output
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class Launched:
                 env={**os.environ, "PYTHONPATH": str(REPO)} | (env or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def processes(self) -> list[psutil.Process]:
@@ -163,7 +164,8 @@ ops.AllReduce()(Tensor(np.ones(1, np.float32))).asnumpy()
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_ends_the_job_and_its_orphans(launched):
-    orphan = "import subprocess; subprocess.Popen([sys.executable, '-c', 'input()', sys.argv[1]], stdin=-1)\n"
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(99)', sys.argv[1]]"
+    orphan = f"import subprocess\nsubprocess.Popen({sleeper})\n"
     job = launched(orphan + READY_THEN_SLEEP, ranks=3)
     job.wait_until_ready()
     victim = job.rank(1)
@@ -185,7 +187,7 @@ def test_a_crash_is_named_by_its_signal(launched):
 def test_ctrl_c_ends_everything_at_once(launched):
     job = launched(READY_THEN_SLEEP, ranks=2)
     job.wait_until_ready()
-    job.launcher.send_signal(signal.SIGINT)
+    os.killpg(job.launcher.pid, signal.SIGINT)  # as a terminal does: to all in the foreground
     code, output = job.end(within_s=5)
     assert code == 130
     assert "KeyboardInterrupt" not in output

@@ -19,7 +19,7 @@ are joined and cut into records of seq_length + 1 tokens. The folder gets its na
 
 Exit code: 0 done, 1 failed (nothing is left behind), 2 wrong arguments.
 
-Copy with: picospore/dataset.py
+Copy with: picospore/config.py, picospore/dataset.py
 """
 
 import argparse
@@ -49,6 +49,7 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
+from picospore.config import ConfigError, load_config
 from picospore.dataset import FORMAT_VERSION, DataError, Manifest, Shard, file_sha256
 
 JSONL_SUFFIXES = {".jsonl", ".ndjson"}
@@ -96,12 +97,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     choice.add_argument("--tokenizer", type=Path, help="a SentencePiece model")
     choice.add_argument("--train_tokenizer", action="store_true", help="train one on the input (the default)")
     add("--vocab_size", type=int, help="of the tokenizer that is trained (4096)")
+    add("--config", metavar="YAML", help="take vocab_size and seq_length from this model's config")
     add("--add_bos", action="store_true", help="begin each document with the tokenizer's BOS as well")
-    add("--seq_length", type=int, default=256, help="inputs per record; a record has one token more (256)")
+    add("--seq_length", type=int, help="inputs per record; a record has one token more (256)")
     add("--shards", type=int, default=4, help="files of the train split (4)")
     add("--val_fraction", type=float, default=0.01, help="share of the documents kept for validation (0.01)")
     add("--seed", type=int, default=0, help="of the split and of the tokenizer's sample (0)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    model = load_config(args.config).model if args.config else None
+    if args.seq_length is None:
+        args.seq_length = model.seq_length if model else 256
+    if args.vocab_size is None and not args.tokenizer:
+        args.vocab_size = model.vocab_size if model else 4096
+    return args
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -602,7 +610,7 @@ def convert(args: argparse.Namespace, corpus: Corpus, command: str) -> None:
             shutil.copyfile(args.tokenizer, model)
         else:
             lines = sample_lines(corpus, args.text_key, args.seed)
-            model.write_bytes(train_tokenizer(lines, args.vocab_size or 4096))
+            model.write_bytes(train_tokenizer(lines, args.vocab_size))
         tokenizer = load_tokenizer(model, args.add_bos)
         how = "from " + str(args.tokenizer) if args.tokenizer else "trained on the corpus"
         print(f"tokenizer   {len(tokenizer)} ids, {how} ({time.perf_counter() - started:.1f} s)", flush=True)
@@ -650,16 +658,16 @@ def print_summary(output: Path, manifest: Manifest, seconds: float) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
     command = shlex.join(["python", "make_mindrecord.py", *(sys.argv[1:] if argv is None else argv)])
     try:
+        args = parse_args(argv)
         check_arguments(args)
         corpus = find_corpus(args.input)
         check_output(args, corpus)
         if args.tokenizer:
             load_tokenizer(args.tokenizer, args.add_bos)
         convert(args, corpus, command)
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (DataError, OSError) as error:

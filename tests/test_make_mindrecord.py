@@ -340,6 +340,7 @@ def test_an_output_that_touches_an_input_or_the_tokenizer_is_refused(tokenizer, 
         (["--input", "{repo}", "--tokenizer", "{repo}/LICENSE"], "not a SentencePiece model"),
         (["--tokenizer", "{repo}/LICENSE", "--vocab_size", "10"], "--vocab_size belongs to"),
         (["--seq_length", "0", "--shards", "0", "--val_fraction", "1"], "--shards 0"),
+        (["--seq_length", "0"], "--seq_length 0: expected 1 or more"),
     ],
 )
 def test_wrong_arguments_are_explained_and_exit_with_2(tmp_path, capsys, args, message):
@@ -394,3 +395,12 @@ def test_a_killed_conversion_leaves_no_output_and_the_next_run_succeeds(tokenize
     manifest = convert(tokenizer, path, tmp_path / "out")
     assert manifest.totals["documents_written"] == 3000
     assert sorted(item.name for item in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+def test_a_model_config_gives_vocab_size_and_seq_length(tmp_path):
+    config = REPO / "tests" / "small.yaml"  # 401 ids, 32 positions
+    source = write_jsonl(tmp_path / "texts.jsonl", documents(200))
+    assert run("--config", config, "--input", source, "--output", tmp_path / "out") == 0
+    manifest = Manifest.load(tmp_path / "out")
+    assert (manifest.vocab_size, manifest.seq_length) == (401, 32)
+    assert run("--config", tmp_path / "no.yaml", "--input", source, "--output", tmp_path / "other") == 2

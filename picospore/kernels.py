@@ -2,8 +2,8 @@
 
 What makes the CPU versions fast: activations stay two-dimensional ([T, H]), because MindSpore's CPU
 reductions are several times faster there; nothing is sliced; and where the generated gradient is slow it is
-written by hand. Each `bprop` computes what it needs from the inputs again: inside jit the compiler finds that
-the forward pass had it already, so nothing is really computed twice.
+written by hand. A `bprop` may compute from its inputs what the forward pass had already: inside jit the
+compiler finds that out, so it is not done twice. What it would not find is returned and handed on.
 
 Legend: B batch, S sequence, T = B*S tokens, H hidden, N query heads, K key-value heads, G = N/K, D head size,
 I in, O out. Sizes are local to this rank. Half precision enters only where a docstring says `dtype`.
@@ -105,37 +105,44 @@ class AscendRope(nn.Cell):
 
 
 class CausalAttention(nn.Cell):
-    """softmax(q k^T + causal mask) v for q_BNSD (already scaled), k_BKSD, v_BKSD of one dtype -> o_BNSD.
+    """softmax(q k^T + causal mask) v for q_BNSD (already scaled), k_BKSD, v_BKSD of one dtype -> o_BNSD."""
+
+    def __init__(self, seq_length: int, heads: int):
+        super().__init__()
+        self.core = AttentionCore(seq_length)
+
+    def construct(self, q_BNSD, k_BKSD, v_BKSD):
+        o_BNSD, _ = self.core(q_BNSD, k_BKSD, v_BKSD)
+        return o_BNSD
+
+
+class AttentionCore(nn.Cell):
+    """CausalAttention that also returns P, its probabilities: they are for the backward pass.
 
     Grouped queries cost nothing: the G query heads of a key-value head are G*S rows of one batched product.
     Softmax is fp32. The backward pass is FlashAttention's (Dao et al. 2022): dS = P * (dP - rowsum(dO * O)).
     """
 
-    def __init__(self, seq_length: int, heads: int):
+    def __init__(self, seq_length: int):
         super().__init__()
         mask_SS = np.triu(np.full((seq_length, seq_length), MASKED, np.float32), 1)
         self.mask = Tensor(mask_SS.reshape(-1))
 
-    def probabilities(self, q, k):
-        """[B*K, G*S, D], [B*K, S, D] -> fp32 [B*K, G*S, S]."""
-        s = k.shape[1]
-        score = ops.cast(batch_matmul_nt(q, k), ms.float32)
-        return softmax(bias_add(score.reshape(-1, s * s), self.mask).reshape(score.shape))
-
     def construct(self, q_BNSD, k_BKSD, v_BKSD):
         b, kv, s, d = k_BKSD.shape
         q, k, v = q_BNSD.reshape(b * kv, -1, d), k_BKSD.reshape(b * kv, s, d), v_BKSD.reshape(b * kv, s, d)
-        p = ops.cast(self.probabilities(q, k), v.dtype)
-        return batch_matmul(p, v).reshape(q_BNSD.shape)
+        score = ops.cast(batch_matmul_nt(q, k), ms.float32)  # [B*K, G*S, S]
+        p = softmax(bias_add(score.reshape(-1, s * s), self.mask).reshape(score.shape))
+        return batch_matmul(ops.cast(p, v.dtype), v).reshape(q_BNSD.shape), p
 
     def bprop(self, q_BNSD, k_BKSD, v_BKSD, out, dout):
         b, kv, s, d = k_BKSD.shape
         q, k, v = q_BNSD.reshape(b * kv, -1, d), k_BKSD.reshape(b * kv, s, d), v_BKSD.reshape(b * kv, s, d)
-        p, do = self.probabilities(q, k), dout.reshape(q.shape)
-        o32, do32 = ops.cast(out.reshape(-1, d), ms.float32), ops.cast(dout.reshape(-1, d), ms.float32)
+        (o, p), (do, _) = out, dout
+        o32, do32 = ops.cast(o.reshape(-1, d), ms.float32), ops.cast(do.reshape(-1, d), ms.float32)
         delta = row_sum(do32 * o32, 1).reshape(b * kv, -1, 1)
-        dp = ops.cast(batch_matmul_nt(do, v), ms.float32)
-        ds = ops.cast(p * (dp - delta), q.dtype)
+        do = do.reshape(q.shape)
+        ds = ops.cast(p * (ops.cast(batch_matmul_nt(do, v), ms.float32) - delta), q.dtype)
         dq, dk, dv = batch_matmul(ds, k), batch_matmul_tn(ds, q), batch_matmul_tn(ops.cast(p, v.dtype), do)
         return dq.reshape(q_BNSD.shape), dk.reshape(k_BKSD.shape), dv.reshape(v_BKSD.shape)
 

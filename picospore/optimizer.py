@@ -111,18 +111,17 @@ class TrainStep:
         When a gradient is not finite nothing is changed but the loss scale, on all ranks alike.
         """
         scale = self.loss_scale.scale / micro_batches[0][0].size  # keeps fp16 gradients those of a mean loss
-        sums = [0.0, 0.0]
         losses = [self.accumulate(Tensor(x), Tensor(y), _scalar(scale)) for x, y in micro_batches]
-        sums = [sum(float(loss) for loss in losses), sum(int((y >= 0).sum()) for _, y in micro_batches)]
+        sums = [_read(sum(losses)), sum(int((y >= 0).sum()) for _, y in micro_batches)]
 
         start = time.perf_counter()
-        loss_sum, tokens = self.dp_sum(Tensor(sums, ms.float32)).asnumpy().tolist()
+        loss_sum, tokens = _read(self.dp_sum(Tensor(sums, ms.float32)))
         self._reduce_gradients()
         comm_time_s = time.perf_counter() - start
 
         per_token = 1.0 / (scale * max(tokens, 1.0))  # brings the buffers to the gradient of the mean loss
         sharded_sq, whole_sq = self.squared_norms()
-        norm = math.sqrt(float(self.tp_sum(sharded_sq)) + float(whole_sq)) * per_token
+        norm = math.sqrt(_read(self.tp_sum(sharded_sq) + whole_sq)) * per_token
         finite = math.isfinite(norm)
         if finite:
             self._update(learning_rate, per_token * clip_factor(norm, self.training.grad_clip))
@@ -137,8 +136,8 @@ class TrainStep:
         """The mean loss per token over batches of int32 (inputs_BS, labels_BS) shared out over dp."""
         sums = np.zeros(2, np.float64)
         for inputs, labels in batches:
-            sums += float(self.loss_sum(Tensor(inputs), Tensor(labels))), (labels >= 0).sum()
-        loss_sum, tokens = self.dp_sum(Tensor(sums, ms.float32)).asnumpy().tolist()
+            sums += _read(self.loss_sum(Tensor(inputs), Tensor(labels))), (labels >= 0).sum()
+        loss_sum, tokens = _read(self.dp_sum(Tensor(sums, ms.float32)))
         return loss_sum / tokens
 
     def _reduce_gradients(self) -> None:
@@ -162,7 +161,7 @@ class TrainStep:
             _scalar(learning_rate * c2 / c1), _scalar(o.adam_epsilon * c2), _scalar(o.weight_decay * c1 / c2),
             _scalar(factor),
         )  # fmt: skip
-        done.asnumpy()  # waits for the device, so that a step's time is its own
+        _read(done)  # so that a step's time is its own
 
 
 def clip_factor(norm: float, grad_clip: float) -> float:
@@ -243,6 +242,16 @@ def _zeros_like(weight: Parameter, name: str) -> Parameter:
 
 def _scalar(value: float) -> Tensor:
     return Tensor(value, ms.float32)
+
+
+def _read(tensor):
+    """A tensor's value, as a number or a list, once the device has computed it.
+
+    MindSpore waits for a value by spinning, on a core that the kernels of this and other ranks need. Asking
+    what follows from the tensor for its shape waits too, but asleep.
+    """
+    _ = (tensor + 0).shape
+    return tensor.asnumpy().tolist()
 
 
 def _as_it_is(function):

@@ -355,8 +355,8 @@ def peak_flops_per_s(
 ) -> tuple[float | None, str | None]:
     """What MFU is measured against, per device, and where the number is from.
 
-    A CPU has no number on a datasheet that its matrix products come near, so theirs is measured: by rank 0
-    with its threads while the others wait, and shared out where the threads of a node outnumber its cores.
+    A CPU has no number on a datasheet that its matrix products come near, so theirs is measured: by rank 0,
+    which MindSpore gives all cores of the node, and divided by the ranks that share them.
     """
     from picospore.metrics import measured_gemm_flops_per_s
 
@@ -364,12 +364,14 @@ def peak_flops_per_s(
         return config.hardware.peak_tflops * 1e12, config.hardware.peak_source
     if device != "CPU":
         return None, None
-    cores = os.cpu_count()
-    threads = int(os.environ.get("OMP_NUM_THREADS", cores)) * config.world_size / nnodes
     mesh.barrier()
-    rate = measured_gemm_flops_per_s() if mesh.rank == 0 else 0.0
+    if mesh.rank == 0:
+        node_flops_per_s = measured_gemm_flops_per_s()
+    else:
+        node_flops_per_s = 0.0
+        time.sleep(1.0)  # not in a collective: waiting there takes cores
     mesh.barrier()
-    return rate / max(1.0, threads / cores), "measured fp32 GEMM rate"
+    return node_flops_per_s * nnodes / config.world_size, "measured fp32 GEMM rate / ranks on the node"
 
 
 def introduce(metrics: "Metrics", config: Config, manifest: Manifest, device: str, peak, peak_source) -> None:
@@ -387,6 +389,8 @@ def introduce(metrics: "Metrics", config: Config, manifest: Manifest, device: st
     )
     if epochs > 4:
         metrics.say("        note: beyond 4 epochs repeated data teaches little (Muennighoff et al. 2023)")
+    if t.warmup_steps >= t.max_steps:
+        metrics.say(f"        note: the run ends inside its warm-up of {t.warmup_steps:,} steps")
     metrics.say(f"layout  dp {p.dp} x tp {p.tp} x pp {p.pp} = {config.world_size} ranks on {device}")
     if peak:
         metrics.say(f"peak    {peak / 1e9:,.0f} GFLOP/s per device ({peak_source})")

@@ -131,11 +131,6 @@ class TrainingConfig:
                 f"training.min_learning_rate {self.min_learning_rate} is above "
                 f"training.learning_rate {self.learning_rate}: it is where the schedule ends"
             )
-        if self.warmup_steps > self.max_steps > 0:
-            found.append(
-                f"training.warmup_steps {self.warmup_steps} exceeds training.max_steps {self.max_steps}: "
-                f"the run would end inside its warm-up"
-            )
         return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
 from picospore.config import TrainingConfig
-from picospore.parallel import Mesh
+from picospore.parallel import Mesh, value_of
 
 BUCKET_BYTES = 64 * 2**20  # gradients are reduced over dp in pieces of about this size
 MAX_SKIPPED = 20  # steps in a row without finite gradients before the run gives up
@@ -112,16 +112,16 @@ class TrainStep:
         """
         scale = self.loss_scale.scale / micro_batches[0][0].size  # keeps fp16 gradients those of a mean loss
         losses = [self.accumulate(Tensor(x), Tensor(y), _scalar(scale)) for x, y in micro_batches]
-        sums = [_read(sum(losses)), sum(int((y >= 0).sum()) for _, y in micro_batches)]
+        sums = [value_of(sum(losses)), sum(int((y >= 0).sum()) for _, y in micro_batches)]
 
         start = time.perf_counter()
-        loss_sum, tokens = _read(self.dp_sum(Tensor(sums, ms.float32)))
+        loss_sum, tokens = value_of(self.dp_sum(Tensor(sums, ms.float32)))
         self._reduce_gradients()
         comm_time_s = time.perf_counter() - start
 
         per_token = 1.0 / (scale * max(tokens, 1.0))  # brings the buffers to the gradient of the mean loss
         sharded_sq, whole_sq = self.squared_norms()
-        norm = math.sqrt(_read(self.tp_sum(sharded_sq) + whole_sq)) * per_token
+        norm = math.sqrt(value_of(self.tp_sum(sharded_sq) + whole_sq)) * per_token
         finite = math.isfinite(norm)
         if finite:
             self._update(learning_rate, per_token * clip_factor(norm, self.training.grad_clip))
@@ -136,8 +136,8 @@ class TrainStep:
         """The mean loss per token over batches of int32 (inputs_BS, labels_BS) shared out over dp."""
         sums = np.zeros(2, np.float64)
         for inputs, labels in batches:
-            sums += _read(self.loss_sum(Tensor(inputs), Tensor(labels))), (labels >= 0).sum()
-        loss_sum, tokens = _read(self.dp_sum(Tensor(sums, ms.float32)))
+            sums += value_of(self.loss_sum(Tensor(inputs), Tensor(labels))), (labels >= 0).sum()
+        loss_sum, tokens = value_of(self.dp_sum(Tensor(sums, ms.float32)))
         return loss_sum / tokens
 
     def _reduce_gradients(self) -> None:
@@ -161,7 +161,7 @@ class TrainStep:
             _scalar(learning_rate * c2 / c1), _scalar(o.adam_epsilon * c2), _scalar(o.weight_decay * c1 / c2),
             _scalar(factor),
         )  # fmt: skip
-        _read(done)  # so that a step's time is its own
+        value_of(done)  # so that a step's time is its own
 
 
 def clip_factor(norm: float, grad_clip: float) -> float:
@@ -242,16 +242,6 @@ def _zeros_like(weight: Parameter, name: str) -> Parameter:
 
 def _scalar(value: float) -> Tensor:
     return Tensor(value, ms.float32)
-
-
-def _read(tensor):
-    """A tensor's value, as a number or a list, once the device has computed it.
-
-    MindSpore waits for a value by spinning, on a core that the kernels of this and other ranks need. Asking
-    what follows from the tensor for its shape waits too, but asleep.
-    """
-    _ = (tensor + 0).shape
-    return tensor.asnumpy().tolist()
 
 
 def _as_it_is(function):

@@ -100,7 +100,17 @@ class Mesh:
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.dims.world_size > 1:
-            ops.AllReduce(ops.ReduceOp.SUM)(Tensor([1.0], ms.float32)).asnumpy()
+            value_of(ops.AllReduce(ops.ReduceOp.SUM)(Tensor([1.0], ms.float32)))
+
+
+def value_of(tensor: Tensor) -> float | list:
+    """A tensor's value, as a number or a list, once the device has computed it.
+
+    MindSpore waits for a value by spinning, on a core that the kernels of this and other ranks need. Asking
+    what follows from the tensor for its shape waits too, but asleep.
+    """
+    _ = (tensor + 0).shape
+    return tensor.asnumpy().tolist()
 
 
 class CopyToTensorParallel(nn.Cell):

@@ -107,7 +107,6 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ),
         ("model.hidden_size=4100", "hidden_size 4100 is not a multiple"),
         ("model.seq_length=8192", "exceeds model.max_position_embeddings 4096"),
-        ("training.warmup_steps=200000", "exceeds training.max_steps"),
         ("hardware.peak_tflops=300", "no hardware.peak_source"),
         ("parallel.pp=2", "parallel.pp is 2: this version only does 1"),
         ("learning_rate=1", "expected section.key=value"),

@@ -20,7 +20,7 @@ PP ?= 1
 EP ?= 1
 # auto, CPU or Ascend
 DEVICE ?= auto
-# The interpreter that .venv is made with: CPython 3.10 to 3.12
+# The interpreter that .venv is made with: CPython 3.11 or 3.12
 PYTHON ?= python3
 # More arguments for the script, as in ARGS="--set training.max_steps=50"
 ARGS ?=

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from picospore.launch import is_rank, is_scheduler, rank_main, run_ranks
 
-PYTHON_RANGE = ((3, 10), (3, 12))  # that MindSpore is built for
+PYTHON_RANGE = ((3, 11), (3, 12))  # that the pinned packages exist for
 MIN_FREE_GIB = 5.0  # the environment's own 3 GB, a small data set and a few checkpoints of a small model
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 KNOWN_PRODUCT = [7, 10, 15, 22]  # [[1, 2], [3, 4]] squared

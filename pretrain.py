@@ -58,8 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"pretrain: {error}", file=sys.stderr)
         return 2
-    if is_rank() or config.world_size == 1:
+    if is_rank():
         return rank_main(lambda: train(config, manifest, args))
+    if config.world_size == 1:
+        return train_alone(config, manifest, args)
     return run_ranks(
         [__file__, *(sys.argv[1:] if argv is None else argv), "--run_dir", args.run_dir],
         config.world_size,
@@ -318,6 +320,18 @@ def train(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
     return 0
 
 
+def train_alone(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
+    """The run on one process: what a launcher would say of a rank that fails, it says itself."""
+    try:
+        return rank_main(lambda: train(config, manifest, args))
+    except (CheckpointError, DataError, FloatingPointError, OSError) as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pretrain: interrupted", file=sys.stderr)
+        return 130
+
+
 def make_mesh(config: Config) -> "Mesh":
     """This process's place among the ranks; builds MindSpore's cluster when there are several."""
     import mindspore as ms
@@ -431,7 +445,8 @@ def evaluate(run: Run, step: int) -> None:
     )
     loss = run.train_step.evaluate(inputs_and_labels(batch.tokens, run.manifest.pad_id) for batch in batches)
     if run.metrics:
-        gain, perplexity = math.log(run.config.model.vocab_size) - loss, math.exp(loss)
+        gain = math.log(run.config.model.vocab_size) - loss
+        perplexity = math.exp(loss) if loss < 700 else math.inf
         text = f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.1f}, "
         run.metrics.event(
             "eval",

@@ -5,6 +5,7 @@ line without is a training record. Unknown values are null, never 0.
 """
 
 import json
+import math
 import resource
 import sys
 import time
@@ -70,8 +71,7 @@ class Metrics:
     def log(self, record: dict) -> None:
         """A training record (see `training_record`): to the terminal, the file and TensorBoard."""
         self.say(log_line(record, self.max_steps))
-        self._write(record)
-        for key, value in record.items():
+        for key, value in self._write(record).items():
             if key not in ("step", "tokens") and value is not None:
                 self.board.add_scalar(f"train/{key}", value, record["step"])
 
@@ -79,19 +79,26 @@ class Metrics:
         """Something that happened once, as a line of its own; numbers of an evaluation go to TensorBoard."""
         if text:
             self.say(text)
-        self._write({"kind": kind, **fields})
+        written = self._write({"kind": kind, **fields})
         if kind == "eval":
             for key in ("val_loss", "val_perplexity"):
-                self.board.add_scalar(f"eval/{key}", fields[key], fields["step"])
+                if written[key] is not None:
+                    self.board.add_scalar(f"eval/{key}", written[key], fields["step"])
 
     def close(self) -> None:
         self.bar.close()
         self.board.close()
         self.file.close()
 
-    def _write(self, record: dict) -> None:
-        self.file.write(json.dumps(record) + "\n")
+    def _write(self, record: dict) -> dict:
+        """Append a line; JSON has no NaN or infinity, so they become null. Returns what was written."""
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self.file.write(json.dumps(known, allow_nan=False) + "\n")
         self.file.flush()
+        return known
 
 
 def training_record(

@@ -35,23 +35,6 @@ class ParallelDims:
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp
 
-    def problems(self, ranks: int, ranks_per_node: int) -> list[str]:
-        """What does not fit between this layout and the ranks that were started."""
-        found = []
-        if self.world_size != ranks:
-            found.append(
-                f"dp {self.dp} x tp {self.tp} x pp {self.pp} = {self.world_size} ranks, but {ranks} were "
-                f"started: change --dp_size, --tp_size or the number of ranks"
-            )
-        if self.dp % self.ep:
-            found.append(f"ep {self.ep} does not divide dp {self.dp}: expert groups are made of dp ranks")
-        if ranks_per_node % self.tp:
-            found.append(
-                f"tp {self.tp} does not divide the {ranks_per_node} ranks of a node: tp talks in every layer "
-                f"and has to stay inside a node, choose a smaller --tp_size"
-            )
-        return found
-
     def groups(self, axis: str) -> list[list[int]]:
         """All groups of ranks along `axis` (dp, tp, pp, ep), each in the order of the axis."""
         mesh = np.arange(self.world_size).reshape(self.pp, self.dp // self.ep, self.ep, self.tp)

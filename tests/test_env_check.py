@@ -31,7 +31,7 @@ def test_a_numpy_that_is_too_new_is_named_with_the_command_that_fixes_it():
     assert env_check.check_numpy(None).status == "fail"
 
 
-@pytest.mark.parametrize(("version", "status"), [((3, 9), "fail"), ((3, 12), "ok"), ((3, 13), "fail")])
+@pytest.mark.parametrize(("version", "status"), [((3, 10), "fail"), ((3, 12), "ok"), ((3, 13), "fail")])
 def test_a_python_that_mindspore_is_not_built_for_fails(version, status):
     check = env_check.check_python(version)
     assert check.status == status

@@ -57,5 +57,15 @@ def test_terminal_file_and_tensorboard_get_the_same(tmp_path, capsys):
         assert tag in raw
 
 
+def test_a_loss_that_is_not_a_number_is_null_in_the_file(tmp_path):
+    metrics = Metrics(tmp_path, 100, first_step=0, progress=False)
+    metrics.log(record(loss=float("nan"), grad_norm=float("inf")))
+    metrics.event("eval", step=20, val_loss=float("nan"), val_perplexity=float("inf"))
+    metrics.close()
+    training, evaluation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (training["loss"], training["grad_norm"], evaluation["val_loss"]) == (None, None, None)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_the_measured_rate_is_one_that_a_machine_can_have():
     assert 1e9 < measured_gemm_flops_per_s(size=512, repeats=3) < 1e15

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,24 @@ def test_ranks_that_do_not_match_the_layout_are_refused(data, tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "dp 2 x tp 1 x pp 1 = 2 ranks, but msrun started 3" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_trained(data, single, tmp_path):
+    saved = max(tmp_path.parent.glob("single*/checkpoints/step_*"))
+    damaged = shutil.copytree(saved, tmp_path / saved.name)
+    os.truncate(damaged / "rank_0000.safetensors", 100)
+    done = run("pretrain.py", "--config", CONFIG, "--data", data, "--run_dir", tmp_path / "run",
+               "--set", "training.max_steps=30", "--resume_from_ckpt", damaged)  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"{damaged / 'rank_0000.safetensors'} is missing or damaged" in done.stderr
+
+
+def test_a_folder_that_holds_checkpoints_is_not_started_over(data, single, tmp_path):
+    saved = max(tmp_path.parent.glob("single*/checkpoints/step_*"))
+    done = run("pretrain.py", "--config", CONFIG, "--data", data, "--run_dir", saved.parent.parent)
+    assert done.returncode == 2
+    assert "already holds checkpoints, the newest of step 20" in done.stderr
+    assert f"--resume_from_ckpt {saved}" in done.stderr
 
 
 # ---- ends ------------------------------------------------------------------------------------------------

@@ -114,6 +114,15 @@ def test_unequal_micro_batches_give_the_big_batchs_step():
         np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), rtol=1e-4, atol=1e-6)
 
 
+def test_a_row_without_valid_tokens_weighs_nothing():
+    inputs, labels = batch(2)
+    alone = train_step()([(inputs[:1], labels[:1])], 1e-2)
+    labels[1] = -1
+    masked = train_step()([(inputs, labels)], 1e-2)
+    assert masked.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert masked.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+
+
 def test_masked_labels_change_neither_loss_nor_gradients():
     inputs, labels = batch(2)
     labels[:, 8:] = -1

@@ -59,7 +59,7 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        found = _below(self, "model", 1, *sizes, "seq_length", "num_key_value_heads")
+        found = _too_small(self, "model", 1, *sizes, "seq_length", "num_key_value_heads")
         if found:
             return found
         if self.hidden_size % self.num_attention_heads:
@@ -82,7 +82,9 @@ class ModelConfig:
                 f"model.seq_length {self.seq_length} exceeds model.max_position_embeddings "
                 f"{self.max_position_embeddings}: lower the one or raise the other"
             )
-        found += _not_above(self, "model", 0, "rms_norm_eps", "rope_theta", "initializer_range")
+        found += _too_small(
+            self, "model", 0, "rms_norm_eps", "rope_theta", "initializer_range", strictly=True
+        )
         return found
 
 
@@ -112,7 +114,7 @@ class TrainingConfig:
 
     def problems(self) -> list[str]:
         counts = ("batch_size", "gradient_accumulation_steps", "max_steps", "log_steps", "eval_samples")
-        found = _below(self, "training", 1, *counts)
+        found = _too_small(self, "training", 1, *counts)
         not_negative = (
             "warmup_steps",
             "eval_steps",
@@ -121,8 +123,8 @@ class TrainingConfig:
             "grad_clip",
             "min_learning_rate",
         )
-        found += _below(self, "training", 0, *not_negative)
-        found += _not_above(self, "training", 0, "learning_rate", "adam_epsilon")
+        found += _too_small(self, "training", 0, *not_negative)
+        found += _too_small(self, "training", 0, "learning_rate", "adam_epsilon", strictly=True)
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append(f"training.{name} is {getattr(self, name)}: expected 0 <= {name} < 1")
@@ -143,7 +145,7 @@ class CheckpointConfig:
     save_path: str | None = None  # null: checkpoints/ in the run's folder
 
     def problems(self) -> list[str]:
-        found = _below(self, "checkpoint", 0, "save_steps")
+        found = _too_small(self, "checkpoint", 0, "save_steps")
         if self.keep_last < 2:
             found.append(
                 f"checkpoint.keep_last is {self.keep_last}: expected at least 2, so that a damaged newest "
@@ -167,8 +169,8 @@ class ParallelConfig:
     recompute_layers: int | None = None
 
     def problems(self) -> list[str]:
-        found = _below(self, "parallel", 1, "dp", "tp", "pp", "ep")
-        return found + _below(self, "parallel", 0, "zero_stage", "recompute_layers")
+        found = _too_small(self, "parallel", 1, "dp", "tp", "pp", "ep")
+        return found + _too_small(self, "parallel", 0, "zero_stage", "recompute_layers")
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class HardwareConfig:
     peak_source: str | None = None
 
     def problems(self) -> list[str]:
-        found = _not_above(self, "hardware", 0, "peak_tflops")
+        found = _too_small(self, "hardware", 0, "peak_tflops", strictly=True)
         if self.peak_tflops and not self.peak_source:
             found.append("hardware.peak_tflops has no hardware.peak_source: say where the number is from")
         return found
@@ -368,23 +370,14 @@ def _convert(text: str, kind):
     return text
 
 
-def _below(section, name: str, least: int, *keys: str) -> list[str]:
-    """A sentence for each key whose value is under `least`; null is no value."""
+def _too_small(section, name: str, bound: int, *keys: str, strictly: bool = False) -> list[str]:
+    """A sentence for each key whose value is below `bound`, or at it if `strictly`; null is no value."""
     values = {key: getattr(section, key) for key in keys}
+    expected = f"more than {bound}" if strictly else f"at least {bound}"
     return [
-        f"{name}.{key} is {value}: expected at least {least}"
+        f"{name}.{key} is {value}: expected {expected}"
         for key, value in values.items()
-        if value is not None and value < least
-    ]
-
-
-def _not_above(section, name: str, bound: int, *keys: str) -> list[str]:
-    """A sentence for each key whose value is not over `bound`; null is no value."""
-    values = {key: getattr(section, key) for key in keys}
-    return [
-        f"{name}.{key} is {value}: expected more than {bound}"
-        for key, value in values.items()
-        if value is not None and value <= bound
+        if value is not None and (value < bound or (strictly and value == bound))
     ]
 
 

@@ -123,6 +123,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_and_a_cold_start_is_
         assert steps(resumed, key) != steps(single[0], key)[:10]
 
 
+@pytest.mark.slow
+def test_a_run_of_two_tensor_parallel_ranks_is_continued_by_one_process(data, single, tmp_path):
+    pretrain(data, tmp_path / "first", "--tp_size", 2, "--set", "checkpoint.save_steps=10")
+    saved = tmp_path / "first" / "checkpoints" / "step_00000010"
+    resumed = pretrain(data, tmp_path / "second", "--resume_from_ckpt", saved)
+    np.testing.assert_allclose(steps(resumed, "loss"), steps(single[0], "loss")[10:], rtol=LOSS_TOLERANCE)
+
+
 def test_another_global_batch_or_model_is_refused_on_resume(data, single, tmp_path):
     saved = max((tmp_path.parent).glob("single*/checkpoints/step_*"))
     for override, sentence in (

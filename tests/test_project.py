@@ -174,3 +174,14 @@ def test_make_data_and_train_take_ones_own_text_and_layout(clone, tmp_path):
     printed = make("train", *own, "DP=2", "RUN=runs/mine", cwd=clone)
     assert "dp 2 x tp 1 x pp 1 = 2 ranks on CPU" in printed and "done: step 20" in printed
     assert (clone / "runs" / "mine" / "checkpoints" / "step_00000020" / "COMPLETE").exists()
+
+
+@pytest.mark.slow
+def test_the_benchmark_reports_ours_beside_mindformers(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--rounds", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for contender in ("explicit", "mindformers"):
+        row = re.search(rf"^{contender} +([\d,]+) +([\d,]+) ", done.stdout, re.MULTILINE)
+        tokens_per_s, best = row.groups()
+        assert 0 < int(tokens_per_s.replace(",", "")) <= int(best.replace(",", ""))

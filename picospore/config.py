@@ -382,16 +382,18 @@ def _too_small(section, name: str, bound: int, *keys: str, strictly: bool = Fals
 
 
 def _nearest(word: str, known) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(known)}"
 
 
 def _nearest_key(section: str, key: str) -> str:
-    """The key meant: one of the same name in another section, else the one spelled most alike."""
-    same_name = [f"{name}.{key}" for name, cls in SECTIONS.items() if key in typing.get_type_hints(cls)]
-    if same_name:
-        return f"; did you mean {same_name[0]}?"
-    return _nearest(f"{section}.{key}", [f"{section}.{f.name}" for f in fields(SECTIONS[section])])
+    """The key meant: of the same name in another section, of these initials, or spelled most alike."""
+    keys = [field.name for field in fields(SECTIONS[section])]
+    elsewhere = [f"{name}.{key}" for name, cls in SECTIONS.items() if key in typing.get_type_hints(cls)]
+    initials = [f"{section}.{name}" for name in keys if key == "".join(word[0] for word in name.split("_"))]
+    for meant in elsewhere + initials:
+        return f"; did you mean {meant}?"
+    return _nearest(key, keys).replace("did you mean ", f"did you mean {section}.")
 
 
 def _shown(node) -> str:

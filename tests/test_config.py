@@ -81,6 +81,11 @@ def test_a_key_in_the_wrong_section_is_sent_to_the_right_one(article):
     assert "did you mean parallel.tp?" in problem
 
 
+def test_initials_are_understood_and_a_key_like_no_other_gets_the_list(article):
+    assert "did you mean training.learning_rate?" in problems_of(article, "training.lr=1")[0]
+    assert "expected one of save_steps, keep_last, save_path" in problems_of(article, "checkpoint.xyz=1")[0]
+
+
 def test_all_problems_are_reported_at_once(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text(

@@ -10,6 +10,7 @@ from picospore.model import Llama, initialize
 from picospore.optimizer import MAX_SKIPPED, LossScale, TrainStep, clip_factor, learning_rate
 from picospore.parallel import Mesh, ParallelDims
 
+draw = np.random.default_rng(0)
 MODEL = ModelConfig(vocab_size=53, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                     intermediate_size=48, seq_length=16)  # fmt: skip
 
@@ -97,6 +98,18 @@ def test_gradients_are_clipped_by_their_global_norm():
     ratio = harsh.exp_avg[0].asnumpy().ravel() @ gentle.exp_avg[0].asnumpy().ravel()
     ratio /= np.square(gentle.exp_avg[0].asnumpy()).sum()
     assert ratio == pytest.approx(1e-3 / norms[0], rel=1e-3)
+
+
+def test_the_norm_of_millions_of_gradients_is_right_to_six_digits():
+    net = nn.Dense(2048, 2048)  # 4 million: a plain fp32 sum of that many squares is off by 1e-3
+    step = TrainStep(net, training(), Mesh(ParallelDims()), [True, False])
+    values = [draw.standard_normal(grad.shape).astype(np.float32) for grad in step.grads]
+    for grad, value in zip(step.grads, values, strict=True):
+        grad.set_data(Tensor(value))
+    norms = [norm.asnumpy() for norm in step.squared_norms()]
+    np.testing.assert_allclose(
+        norms, [np.square(value, dtype=np.float64).sum() for value in values], rtol=1e-5
+    )
 
 
 # ---- a batch in parts ------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _accumulate(net, weights, grads):
 
 
 def _squared_norms(grads, sharded):
-    # Row by row: L2Loss adds up millions of squares one after the other in fp32 and is off by 1% at 8 million.
+    # Row by row: L2Loss adds up millions of squares one by one in fp32 and is off by 1% at 8 million.
     row_sum, total = ops.ReduceSum(keep_dims=True), ops.ReduceSum()
 
     def squared_norms():

@@ -173,12 +173,7 @@ def layout_problems(config: Config, args: argparse.Namespace) -> list[str]:
 def data_problems(config: Config, manifest: Manifest) -> list[str]:
     """What does not fit between the data and the model or the batch."""
     found = manifest.problems(config.model.vocab_size, config.model.seq_length)
-    for split in ("train", "validation"):
-        if not manifest.records(split):
-            found.append(
-                f"{manifest.folder} has no {split} records: convert more text, or see --val_fraction"
-            )
-    if 0 < manifest.records("train") < config.training.batch_size:
+    if manifest.records("train") < config.training.batch_size:
         found.append(
             f"training.batch_size {config.training.batch_size} is more than the "
             f"{manifest.records('train')} train records of {manifest.folder}"
@@ -309,7 +304,7 @@ def train(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
 
         # ---- evaluate and save
         last = step == t.max_steps
-        if last or (t.eval_steps and step % t.eval_steps == 0):
+        if manifest.records("validation") and (last or (t.eval_steps and step % t.eval_steps == 0)):
             evaluate(run, step)
         if last or (config.checkpoint.save_steps and step % config.checkpoint.save_steps == 0):
             save(run, step)
@@ -403,6 +398,8 @@ def introduce(metrics: "Metrics", config: Config, manifest: Manifest, device: st
     )
     if epochs > 4:
         metrics.say("        note: beyond 4 epochs repeated data teaches little (Muennighoff et al. 2023)")
+    if not manifest.records("validation"):
+        metrics.say("        note: no validation records, so the loss on unseen text is not measured")
     if t.warmup_steps >= t.max_steps:
         metrics.say(f"        note: the run ends inside its warm-up of {t.warmup_steps:,} steps")
     metrics.say(f"layout  dp {p.dp} x tp {p.tp} x pp {p.pp} = {config.world_size} ranks on {device}")

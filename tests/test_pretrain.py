@@ -209,6 +209,18 @@ def test_a_folder_that_holds_checkpoints_is_not_started_over(data, single, tmp_p
     assert f"--resume_from_ckpt {saved}" in done.stderr
 
 
+def test_a_text_of_one_document_trains_without_validation_and_says_so(tmp_path):
+    documents = make_data(tmp_path).parent / "documents.jsonl"
+    (tmp_path / "book.txt").write_text(documents.read_text())
+    made = run("make_mindrecord.py", "--config", CONFIG, "--input", tmp_path / "book.txt",
+               "--output", tmp_path / "book")  # fmt: skip
+    assert made.returncode == 0 and "validation is empty" in made.stderr
+    done = run("pretrain.py", "--config", CONFIG, "--data", tmp_path / "book", "--run_dir", tmp_path / "run",
+               "--set", "training.max_steps=3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "no validation records" in done.stdout and "validation loss" not in done.stdout
+
+
 # ---- ends ------------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,8 @@ def check(config: Config, args: argparse.Namespace) -> Manifest:
         problems.append("no data: name the folder of make_mindrecord.py with --data, or as data.path")
     else:
         try:
-            manifest = Manifest.load(config.data.path)
+            verify = config.data.verify_hashes and not is_rank()  # once, by the launcher
+            manifest = Manifest.load(config.data.path, verify_hashes=verify)
             problems += data_problems(config, manifest)
         except DataError as error:
             problems.append(str(error))

@@ -178,6 +178,7 @@ class DataConfig:
     """Where the token shards are: a folder written by make_mindrecord.py."""
 
     path: str | None = None
+    verify_hashes: bool = True  # read all shards once before training; false where that takes too long
 
     def problems(self) -> list[str]:
         return []

@@ -181,6 +181,16 @@ def test_a_learning_rate_of_3e_4_is_a_number(data, tmp_path):
     assert records[-4]["learning_rate"] < 3e-4 and records[-5]["learning_rate"] == 3e-4
 
 
+def test_a_flipped_bit_in_the_data_is_refused_before_anything_is_trained(data, tmp_path):
+    flipped = shutil.copytree(data, tmp_path / "data")
+    shard = next(flipped.glob("train/*.mindrecord"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    done = run("pretrain.py", "--config", CONFIG, "--data", flipped, "--run_dir", tmp_path / "run")
+    assert done.returncode == 2 and f"{shard} changed since it was written" in done.stderr
+
+
 def test_ranks_that_do_not_match_the_layout_are_refused(data, tmp_path):
     """As msrun started by hand with another number of workers would do it."""
     env = {**os.environ, "MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "3", "MS_SCHED_PORT": "1", "RANK_ID": "0"}

@@ -190,7 +190,6 @@ def run_ranks(
     node_rank: int = 0,
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
-    cores: int | None = None,
     stop_grace_s: float = STOP_GRACE_S,
 ) -> int:
     """Run a script on `ranks` ranks in all, an equal share of them on this node; returns the exit code."""
@@ -212,7 +211,7 @@ def run_ranks(
     if not (Path(sys.executable).parent / "python").exists():
         command.append("python3")  # msrun runs the script with `python` unless told so
     with _signals_noted() as signals, _tail_of_rank_0(run_dir, local) as tail:
-        env = _rank_environment(run_dir, n_local, cores)
+        env = _rank_environment(run_dir, n_local)
         msrun = _start(command + script_argv, env, run_dir)
         started_s = psutil.Process(msrun.pid).create_time()
         job = Job(msrun, run_dir, ranks, local, node_rank == 0, started_s)
@@ -414,7 +413,7 @@ def thread_env(local_ranks: int, cores: int | None = None) -> dict[str, str]:
     return dict.fromkeys(names, str(max(1, cores // local_ranks)))
 
 
-def _rank_environment(run_dir: Path, local_ranks: int, cores: int | None) -> dict[str, str]:
+def _rank_environment(run_dir: Path, local_ranks: int) -> dict[str, str]:
     env = dict(os.environ)
     forget_stale_environment(env)
     launch = {"pid": os.getpid(), "run_dir": str(run_dir), "on_terminal": sys.stdout.isatty()}
@@ -422,7 +421,7 @@ def _rank_environment(run_dir: Path, local_ranks: int, cores: int | None) -> dic
     # ranks on 2 cores are ready after 16 to 21 s instead of 25 to 30, and none had to ask more than twice.
     retry = {"MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
     return {**retry, **env} | {
-        **thread_env(local_ranks, cores),
+        **thread_env(local_ranks),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}",  # msrun runs its `python`
         "PYTHONUNBUFFERED": "1",  # rank 0's lines reach the terminal as they are printed
         LAUNCH_ENV: json.dumps(launch),

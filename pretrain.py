@@ -235,12 +235,17 @@ class Interval:
 def train(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
     """One rank, from the first weights to the last checkpoint."""
     from picospore.metrics import Metrics, training_record
+    from picospore.model import initialize
     from picospore.optimizer import learning_rate
 
     t = config.training
     device, mesh = device_of(config), make_mesh(config)
     train_step, places = make_train_step(config, mesh, device)
-    first_step = restore(args.resume_from_ckpt, train_step, places) if args.resume_from_ckpt else 0
+    if args.resume_from_ckpt:
+        first_step = restore(args.resume_from_ckpt, train_step, places)
+    else:
+        first_step = 0
+        initialize(train_step.net, config.model, mesh, t.seed)
     peak = peak_flops_per_s(config, device, mesh, args.nnodes)
     metrics = None
     if mesh.rank == 0:
@@ -344,16 +349,15 @@ def make_mesh(config: Config) -> "Mesh":
 
 
 def make_train_step(config: Config, mesh: "Mesh", device: str) -> "tuple[TrainStep, dict[str, Placement]]":
-    """The model with its first weights, in what trains it, and where this rank's parts lie."""
+    """The model, still without weights, in what trains it, and where this rank's parts lie."""
     import mindspore as ms
 
-    from picospore.model import Llama, initialize, placements
+    from picospore.model import Llama, placements
     from picospore.optimizer import LossScale, TrainStep
 
     precision = config.training.mixed_precision
     dtype = {"fp32": ms.float32, "bf16": ms.bfloat16, "fp16": ms.float16}[precision]
     net = Llama(config.model, mesh, device, dtype)
-    initialize(net, config.model, mesh, config.training.seed)
     places = placements(net, config.model, mesh)
     sharded = [place.dim is not None for place in places.values()]
     loss_scale = LossScale(2.0**16, dynamic=True) if precision == "fp16" else LossScale()

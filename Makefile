@@ -29,7 +29,7 @@ VENV := .venv/bin/python
 LAYOUT = --dp_size $(DP) --tp_size $(TP) --pp_size $(PP) --ep_size $(EP)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  variables: CONFIG=$(CONFIG) INPUT=$(INPUT) DATA=$(DATA) RUN=$(RUN) DP=$(DP) TP=$(TP) PP=$(PP) EP=$(EP) DEVICE=$(DEVICE) PYTHON=$(PYTHON) ARGS=$(ARGS)'
 
 setup: .venv/.installed ## make .venv from the pinned requirements
@@ -42,8 +42,11 @@ data: $(DATA)/manifest.json ## text -> verified token shards in DATA
 train: setup $(DATA)/manifest.json ## train CONFIG on DATA with DP x TP ranks
 	$(VENV) pretrain.py --config $(CONFIG) --data $(DATA) $(LAYOUT) --device $(DEVICE) $(if $(RUN),--run_dir $(RUN)) $(ARGS)
 
-test: .venv/.dev-installed ## run all tests
+test: .venv/.dev-installed ## run the tests
 	$(VENV) -m pytest $(ARGS)
+
+test-all: .venv/.dev-installed ## run the tests and the long matrices
+	$(VENV) -m pytest -m "full or not full" $(ARGS)
 
 lint: .venv/.dev-installed ## check style
 	$(VENV) -m ruff check .
@@ -71,4 +74,4 @@ clean: ## remove .venv and caches; data and runs stay
 $(DATA)/manifest.json: | .venv/.installed
 	$(VENV) make_mindrecord.py --config $(CONFIG) $(if $(INPUT),--input $(INPUT)) --output $(DATA)
 
-.PHONY: help setup check data train test lint format golden clean
+.PHONY: help setup check data train test test-all lint format golden clean

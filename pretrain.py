@@ -41,7 +41,6 @@ from picospore.launch import is_rank, is_scheduler, on_terminal, rank_main, run_
 
 if TYPE_CHECKING:
     from picospore.metrics import Metrics
-    from picospore.model import Placement
     from picospore.optimizer import TrainStep
     from picospore.parallel import Mesh
 
@@ -217,7 +216,6 @@ class Run:
     manifest: Manifest
     mesh: "Mesh"
     train_step: "TrainStep"
-    placements: "dict[str, Placement]"
     metrics: "Metrics | None"
     checkpoints: Path
 
@@ -240,9 +238,9 @@ def train(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
 
     t = config.training
     device, mesh = device_of(config), make_mesh(config)
-    train_step, places = make_train_step(config, mesh, device)
+    train_step = make_train_step(config, mesh, device)
     if args.resume_from_ckpt:
-        first_step = restore(args.resume_from_ckpt, train_step, places)
+        first_step = restore(args.resume_from_ckpt, train_step)
     else:
         first_step = 0
         initialize(train_step.net, config.model, mesh, t.seed)
@@ -252,7 +250,7 @@ def train(config: Config, manifest: Manifest, args: argparse.Namespace) -> int:
         metrics = Metrics(Path(args.run_dir), t.max_steps, first_step=first_step, progress=on_terminal())
         (Path(args.run_dir) / "config.yaml").write_text(dump_config(config))
         introduce(metrics, config, manifest, device, *peak)
-    run = Run(config, manifest, mesh, train_step, places, metrics, checkpoint_root(config, args))
+    run = Run(config, manifest, mesh, train_step, metrics, checkpoint_root(config, args))
     batches = train_batches(
         manifest,
         position=first_step * config.global_batch_size,
@@ -348,8 +346,8 @@ def make_mesh(config: Config) -> "Mesh":
     return Mesh(dims, ms.communication.get_rank())
 
 
-def make_train_step(config: Config, mesh: "Mesh", device: str) -> "tuple[TrainStep, dict[str, Placement]]":
-    """The model, still without weights, in what trains it, and where this rank's parts lie."""
+def make_train_step(config: Config, mesh: "Mesh", device: str) -> "TrainStep":
+    """The model, still without weights, in what trains it."""
     import mindspore as ms
 
     from picospore.model import Llama, placements
@@ -358,10 +356,8 @@ def make_train_step(config: Config, mesh: "Mesh", device: str) -> "tuple[TrainSt
     precision = config.training.mixed_precision
     dtype = {"fp32": ms.float32, "bf16": ms.bfloat16, "fp16": ms.float16}[precision]
     net = Llama(config.model, mesh, device, dtype)
-    places = placements(net, config.model, mesh)
-    sharded = [place.dim is not None for place in places.values()]
     loss_scale = LossScale(2.0**16, dynamic=True) if precision == "fp16" else LossScale()
-    return TrainStep(net, config.training, mesh, sharded, loss_scale), places
+    return TrainStep(net, config.training, mesh, placements(net, config.model, mesh), loss_scale)
 
 
 def peak_flops_per_s(
@@ -463,12 +459,11 @@ def evaluate(run: Run, step: int) -> None:
 def save(run: Run, step: int) -> None:
     """Write a checkpoint: of replicas the first writes, so nothing is written twice."""
     start, train_step, mesh = time.perf_counter(), run.train_step, run.mesh
-    parts = {}
-    if mesh.dp.index == 0:
-        for arrays in (train_step.weights, train_step.exp_avg, train_step.exp_avg_sq):
-            for array, place in zip(arrays, run.placements.values(), strict=True):
-                if place.dim is not None or mesh.tp.index == 0:
-                    parts[array.name] = (place.strip(array.asnumpy()), place.shape, place.offset)
+    parts = {
+        array.name: (place.strip(array.asnumpy()), place.shape, place.start)
+        for array, place in train_step.state()
+        if place.writer
+    }
     state = {
         "step": step,
         "optimizer_steps": train_step.step,
@@ -488,16 +483,15 @@ def save(run: Run, step: int) -> None:
         )
 
 
-def restore(folder: Path, train_step: "TrainStep", places: "dict[str, Placement]") -> int:
+def restore(folder: Path, train_step: "TrainStep") -> int:
     """Load a checkpoint of any layout into this rank's parts; returns its step."""
     from mindspore import Tensor
 
     from picospore.optimizer import LossScale
 
     state, wholes = read_checkpoint(folder)
-    for arrays in (train_step.weights, train_step.exp_avg, train_step.exp_avg_sq):
-        for array, place in zip(arrays, places.values(), strict=True):
-            array.set_data(Tensor(place.cut(wholes[array.name])))
+    for array, place in train_step.state():
+        array.set_data(Tensor(place.cut(wholes[array.name])))
     train_step.step, train_step.loss_scale = state["optimizer_steps"], LossScale(**state["loss_scale"])
     return state["step"]
 

@@ -99,6 +99,7 @@ def serve(contender: str) -> int:
     import numpy as np
 
     from picospore.metrics import measured_gemm_flops_per_s
+    from picospore.model import placements
     from picospore.optimizer import TrainStep
     from picospore.parallel import Mesh, ParallelDims
 
@@ -106,7 +107,7 @@ def serve(contender: str) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     mesh = Mesh(ParallelDims())
     net = explicit(ms, mesh) if contender == "explicit" else mindformers(ms)
-    step = TrainStep(net, TRAINING, mesh, [False] * len(net.trainable_params()))
+    step = TrainStep(net, TRAINING, mesh, placements(net, MODEL, mesh))
     ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (BATCH, MODEL.seq_length + 1), np.int32)
     batch = [(ids[:, :-1].copy(), ids[:, 1:].copy())]
     if contender == "explicit":

@@ -153,51 +153,48 @@ class Llama(nn.Cell):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank's part of a parameter lies: elements [start, stop) of dimension `dim` of `shape`.
+    """Where a rank's part of a parameter lies in the whole: the box [start, stop) of an array of `shape`.
 
-    `dim` None: the parameter is whole on every tp rank. `local` is the length held along `dim`; what it has
-    beyond stop - start is padding.
+    `local` is the shape held: what it has beyond the box is padding. `copies` ranks hold the same box, and
+    `writer` is one of them, which writes it to checkpoints.
     """
 
     shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
-    local: int = 0
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    local: tuple[int, ...]
+    copies: int
+    writer: bool
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
         """This rank's part of the whole array, padded with zeros."""
-        if self.dim is None:
-            return whole
-        part = whole.take(range(self.start, self.stop), self.dim)
-        padding = [(0, 0)] * whole.ndim
-        padding[self.dim] = (0, self.local - (self.stop - self.start))
-        return np.pad(part, padding)
+        return self.pad(whole[tuple(map(slice, self.start, self.stop))])
+
+    def pad(self, box: np.ndarray) -> np.ndarray:
+        """The box as it is held."""
+        return np.pad(box, [(0, held - n) for held, n in zip(self.local, box.shape, strict=True)])
 
     def strip(self, part: np.ndarray) -> np.ndarray:
-        """The inverse: this rank's part without its padding."""
-        return part if self.dim is None else part.take(range(self.stop - self.start), self.dim)
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        """Where the part begins in the whole, one number a dimension."""
-        return tuple(self.start if dim == self.dim else 0 for dim in range(len(self.shape)))
+        """The inverse: the box without its padding."""
+        return part[tuple(slice(b - a) for a, b in zip(self.start, self.stop, strict=True))]
 
 
-def placements(net: Llama, model: ModelConfig, mesh: Mesh) -> dict[str, Placement]:
-    """{parameter name: Placement}, in the order of the parameters."""
-    found = {}
-    for parameter in net.trainable_params():
-        module, shape = parameter.name.split(".")[-2], list(parameter.shape)
-        dim = TP_DIM.get(module)
-        if dim is None:
-            found[parameter.name] = Placement(tuple(shape))
-            continue
-        local = shape[dim]
-        shape[dim] = model.vocab_size if module in ("embed_tokens", "lm_head") else local * mesh.tp.size
-        start = min(mesh.tp.index * local, shape[dim])
-        found[parameter.name] = Placement(tuple(shape), dim, start, min(start + local, shape[dim]), local)
-    return found
+def placements(net: Llama, model: ModelConfig, mesh: Mesh) -> list[Placement]:
+    """Where this rank's part of each parameter lies, in the order of the parameters."""
+    return [_placement(parameter, model, mesh) for parameter in net.trainable_params()]
+
+
+def _placement(parameter, model: ModelConfig, mesh: Mesh) -> Placement:
+    module, local = parameter.name.split(".")[-2], parameter.shape
+    shape, start, stop = list(local), [0] * len(local), list(local)
+    dim = TP_DIM.get(module)
+    if dim is not None:
+        shape[dim] = model.vocab_size if module in ("embed_tokens", "lm_head") else local[dim] * mesh.tp.size
+        start[dim] = min(mesh.tp.index * local[dim], shape[dim])
+        stop[dim] = min(start[dim] + local[dim], shape[dim])
+    copies = mesh.dp.size * (1 if dim is not None else mesh.tp.size)
+    writer = mesh.dp.index == 0 and (dim is not None or mesh.tp.index == 0)
+    return Placement(tuple(shape), tuple(start), tuple(stop), local, copies, writer)
 
 
 def initial_value(name: str, shape: tuple[int, ...], std: float, seed: int) -> np.ndarray:
@@ -213,6 +210,6 @@ def initial_value(name: str, shape: tuple[int, ...], std: float, seed: int) -> n
 
 def initialize(net: Llama, model: ModelConfig, mesh: Mesh, seed: int) -> None:
     """Set every parameter to this rank's part of its initial value."""
-    for parameter, place in zip(net.trainable_params(), placements(net, model, mesh).values(), strict=True):
+    for parameter, place in zip(net.trainable_params(), placements(net, model, mesh), strict=True):
         whole = initial_value(parameter.name, place.shape, model.initializer_range, seed)
         parameter.set_data(Tensor(place.cut(whole), ms.float32))

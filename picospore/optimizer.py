@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
 from picospore.config import TrainingConfig
+from picospore.model import Llama, Placement
 from picospore.parallel import Mesh, value_of
 
 BUCKET_BYTES = 64 * 2**20  # gradients are reduced over dp in pieces of about this size
@@ -79,13 +80,13 @@ class StepResult:
 class TrainStep:
     """Gradient buffers, AdamW's moments and the compiled pieces of a step, for one rank's part of a model.
 
-    All arrays are fp32. `sharded` says for each parameter whether its parts over tp are different ones.
+    All arrays are fp32. `places` says of each parameter where this rank's part of it lies.
     """
 
-    net: object
+    net: Llama
     training: TrainingConfig
     mesh: Mesh
-    sharded: list[bool]
+    places: list[Placement]
     loss_scale: LossScale = field(default_factory=LossScale)
     step: int = 0  # optimizer steps done
 
@@ -95,11 +96,11 @@ class TrainStep:
             ParameterTuple([_zeros_like(w, f"{kind}.{w.name}") for w in self.weights])
             for kind in ("grad", "exp_avg", "exp_avg_sq")
         )
-        self.dp_sum, self.tp_sum = self.mesh.dp.sum_op(), self.mesh.tp.sum_op()
+        self.dp_sum, self.world_sum = self.mesh.dp.sum_op(), self.mesh.world.sum_op()
         self.buckets = _buckets(self.grads)
         compiled = ms.jit if self.training.jit else _as_it_is  # the one place that compiles
         self.accumulate = compiled(_accumulate(self.net, self.weights, self.grads))
-        self.squared_norms = compiled(_squared_norms(self.grads, self.sharded))
+        self.squared_norm = compiled(_squared_norm(self.grads, [place.copies for place in self.places]))
         self.apply = compiled(_adamw(self.weights, self.grads, self.exp_avg, self.exp_avg_sq, self.training))
         self.loss_sum = compiled(_loss_sum(self.net))
 
@@ -111,17 +112,18 @@ class TrainStep:
         When a gradient is not finite nothing is changed but the loss scale, on all ranks alike.
         """
         scale = self.loss_scale.scale / micro_batches[0][0].size  # keeps fp16 gradients those of a mean loss
-        losses = [self.accumulate(Tensor(x), Tensor(y), _scalar(scale)) for x, y in micro_batches]
-        sums = [value_of(sum(losses)), sum(int((y >= 0).sum()) for _, y in micro_batches)]
+        loss_sum, tokens = self._forward_backward(micro_batches, scale)
 
         start = time.perf_counter()
-        loss_sum, tokens = value_of(self.dp_sum(Tensor(sums, ms.float32)))
         self._reduce_gradients()
         comm_time_s = time.perf_counter() - start
 
+        # One exchange for all that a step has to know of the other ranks.
+        mine = [loss_sum, tokens] if self.mesh.tp.index == 0 else [0.0, 0.0]
+        mine = ops.concat((Tensor(mine, ms.float32), self.squared_norm().reshape(1)))
+        loss_sum, tokens, squared_norm = value_of(self.world_sum(mine))
         per_token = 1.0 / (scale * max(tokens, 1.0))  # brings the buffers to the gradient of the mean loss
-        sharded_sq, whole_sq = self.squared_norms()
-        norm = math.sqrt(value_of(self.tp_sum(sharded_sq) + whole_sq)) * per_token
+        norm = math.sqrt(squared_norm) * per_token
         finite = math.isfinite(norm)
         if finite:
             self._update(learning_rate, per_token * clip_factor(norm, self.training.grad_clip))
@@ -139,6 +141,16 @@ class TrainStep:
             sums += value_of(self.loss_sum(Tensor(inputs), Tensor(labels))), (labels >= 0).sum()
         loss_sum, tokens = value_of(self.dp_sum(Tensor(sums, ms.float32)))
         return loss_sum / tokens
+
+    def state(self) -> list[tuple[Parameter, Placement]]:
+        """Every array that has to be saved to go on later, and where it lies in the whole."""
+        arrays = (self.weights, self.exp_avg, self.exp_avg_sq)
+        return [pair for array in arrays for pair in zip(array, self.places, strict=True)]
+
+    def _forward_backward(self, micro_batches, scale: float) -> tuple[float, int]:
+        """Add scale x the gradients of all micro-batches to the buffers; -> (summed loss, its tokens)."""
+        losses = [self.accumulate(Tensor(x), Tensor(y), _scalar(scale)) for x, y in micro_batches]
+        return value_of(sum(losses)), sum(int((y >= 0).sum()) for _, y in micro_batches)
 
     def _reduce_gradients(self) -> None:
         """Sum the gradient buffers over dp, a bucket at a time."""
@@ -186,23 +198,19 @@ def _accumulate(net, weights, grads):
     return accumulate
 
 
-def _squared_norms(grads, sharded):
+def _squared_norm(grads, copies):
     # Row by row: L2Loss adds up millions of squares one by one in fp32 and is off by 1% at 8 million.
     row_sum, total = ops.ReduceSum(keep_dims=True), ops.ReduceSum()
 
-    def squared_norms():
-        """The sums of squares of the buffers that differ over tp, and of those that are the same."""
-        parts, wholes = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32)
+    def squared_norm():
+        """This rank's share of the buffers' squared norm: what several ranks hold, each counts a part of."""
+        share = Tensor(0.0, ms.float32)
         for i in range(len(grads)):
             rows = grads[i].reshape(-1, grads[i].shape[-1])
-            square = total(row_sum(rows * rows, 1))
-            if sharded[i]:
-                parts = parts + square
-            else:
-                wholes = wholes + square
-        return parts, wholes
+            share = share + total(row_sum(rows * rows, 1)) / copies[i]
+        return share
 
-    return squared_norms
+    return squared_norm
 
 
 def _adamw(weights, grads, exp_avg, exp_avg_sq, training: TrainingConfig):

@@ -36,12 +36,22 @@ class ParallelDims:
         return self.dp * self.tp * self.pp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups of ranks along `axis` (dp, tp, pp, ep), each in the order of the axis."""
-        mesh = np.arange(self.world_size).reshape(self.pp, self.dp // self.ep, self.ep, self.tp)
-        if axis == "dp":
-            mesh = mesh.reshape(self.pp, self.dp, self.tp)
-        dim = {"pp": 0, "dp": 1, "ep": 2, "tp": mesh.ndim - 1}[axis]
-        return np.moveaxis(mesh, dim, -1).reshape(-1, getattr(self, axis)).tolist()
+        """All groups of ranks along `axis`, each in the order of the axis.
+
+        Axes are pp, dp and tp; inside of dp ep, over which experts are shared out, and edp, whose ranks hold
+        the same experts. `world` is everyone.
+        """
+        pp, dp, ep, tp = self.pp, self.dp, self.ep, self.tp
+        mesh, dim = {
+            "world": ((1, pp * dp * tp), 1),
+            "pp": ((pp, dp, tp), 0),
+            "dp": ((pp, dp, tp), 1),
+            "tp": ((pp, dp, tp), 2),
+            "edp": ((pp, dp // ep, ep, tp), 1),
+            "ep": ((pp, dp // ep, ep, tp), 2),
+        }[axis]
+        ranks = np.arange(self.world_size).reshape(mesh)
+        return np.moveaxis(ranks, dim, -1).reshape(-1, mesh[dim]).tolist()
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,8 @@ class Mesh:
 
     def __init__(self, dims: ParallelDims, rank: int = 0):
         self.dims, self.rank = dims, rank
-        self.dp, self.tp, self.pp = (self._axis(name) for name in ("dp", "tp", "pp"))
+        self.world, self.dp, self.tp, self.pp, self.ep = map(self._axis, ("world", "dp", "tp", "pp", "ep"))
+        self.edp = self._axis("edp") if dims.ep > 1 else self.dp
 
     def _axis(self, name: str) -> Axis:
         ranks = next(group for group in self.dims.groups(name) if self.rank in group)
@@ -82,8 +93,7 @@ class Mesh:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        if self.dims.world_size > 1:
-            value_of(ops.AllReduce(ops.ReduceOp.SUM)(Tensor([1.0], ms.float32)))
+        value_of(self.world.sum_op()(Tensor([1.0], ms.float32)))
 
 
 def value_of(tensor: Tensor) -> float | list:

@@ -1,5 +1,7 @@
 """The Llama computes what MindFormers' does, and its hand-written gradients are the generated ones."""
 
+import itertools
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -194,22 +196,41 @@ def test_first_weights_depend_on_seed_and_name_alone():
 def test_parts_of_all_ranks_make_the_whole_whatever_the_vocabulary(tp):
     whole = draw.standard_normal((101, 8)).astype(np.float32)
     local = -(-101 // tp)
-    places = [Placement((101, 8), 0, i * local, min(101, (i + 1) * local), local) for i in range(tp)]
+    borders = [(i * local, min(101, (i + 1) * local)) for i in range(tp)]
+    places = [Placement((101, 8), (a, 0), (b, 8), (local, 8), 1, True) for a, b in borders]
     parts = [place.cut(whole) for place in places]
     assert {part.shape for part in parts} == {(local, 8)}
     joined = np.concatenate([place.strip(part) for place, part in zip(places, parts, strict=True)])
     np.testing.assert_array_equal(joined, whole)
 
 
-def test_row_parallel_weights_are_cut_in_their_inputs():
+def test_row_parallel_weights_are_cut_in_their_inputs_and_norms_not_at_all():
     mesh = Mesh(ParallelDims())
-    mesh.tp = Axis("tp", (0,), 0)
-    model = small(num_key_value_heads=4)
-    places = placements(llama(model), model, mesh)
-    assert places["model.layers.0.self_attn.o_proj.weight"].dim == 1
-    assert places["model.layers.0.mlp.down_proj.weight"].dim == 1
-    assert places["model.layers.0.self_attn.q_proj.weight"].dim == 0
-    assert places["model.norm.weight"].dim is None
+    mesh.tp, mesh.dp = Axis("tp", (2, 3), 1), Axis("dp", (1, 3), 1)
+    model = small()
+    net = Llama(model, mesh, "CPU", ms.float32)
+    places = dict(zip([p.name for p in net.trainable_params()], placements(net, model, mesh), strict=True))
+    o_proj, q_proj, norm = (
+        places[f"model.{name}.weight"]
+        for name in ("layers.0.self_attn.o_proj", "layers.0.self_attn.q_proj", "norm")
+    )
+    h = model.hidden_size
+    assert (o_proj.shape, o_proj.start, o_proj.stop) == ((h, h), (0, h // 2), (h, h))
+    assert (q_proj.shape, q_proj.start, q_proj.stop) == ((h, h), (h // 2, 0), (h, h))
+    assert (norm.start, norm.stop) == ((0,), (h,))
+    assert (o_proj.copies, norm.copies) == (2, 4)  # over dp, and over dp and tp
+
+
+def test_one_of_the_ranks_that_hold_the_same_part_writes_it():
+    writers = []
+    for dp, tp in itertools.product((0, 1), (0, 1)):
+        mesh = Mesh(ParallelDims())
+        mesh.tp, mesh.dp = Axis("tp", (2 * dp, 2 * dp + 1), tp), Axis("dp", (tp, tp + 2), dp)
+        net = Llama(small(), mesh, "CPU", ms.float32)
+        writers.append([place.writer for place in placements(net, small(), mesh)])
+    names = [p.name for p in net.trainable_params()]
+    expected = [1 if "norm" in name else 2 for name in names]
+    assert np.sum(writers, axis=0).tolist() == expected
 
 
 # ---- Ascend: what would be called; not run on Ascend by us -----------------------------------------------

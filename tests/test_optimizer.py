@@ -6,7 +6,7 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 from picospore.config import ModelConfig, TrainingConfig
-from picospore.model import Llama, initialize
+from picospore.model import Llama, Placement, initialize, placements
 from picospore.optimizer import MAX_SKIPPED, LossScale, TrainStep, clip_factor, learning_rate
 from picospore.parallel import Mesh, ParallelDims
 
@@ -23,7 +23,13 @@ def train_step(**changes) -> TrainStep:
     mesh = Mesh(ParallelDims())
     net = Llama(MODEL, mesh, "CPU", ms.float32)
     initialize(net, MODEL, mesh, 0)
-    return TrainStep(net, training(**changes), mesh, [False] * len(net.trainable_params()))
+    return TrainStep(net, training(**changes), mesh, placements(net, MODEL, mesh))
+
+
+def whole(net, copies: int = 1) -> list[Placement]:
+    """Places of a net that is no Llama: every parameter is whole."""
+    shapes = [parameter.shape for parameter in net.trainable_params()]
+    return [Placement(shape, (0,) * len(shape), shape, shape, copies, True) for shape in shapes]
 
 
 def batch(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +82,8 @@ class Quadratic(nn.Cell):
 
 def test_adamw_is_the_textbooks_with_decay_on_matrices_only():
     t = training(adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-6, weight_decay=0.1, grad_clip=0.0)
-    step = TrainStep(Quadratic(), t, Mesh(ParallelDims()), [False, False])
+    net = Quadratic()
+    step = TrainStep(net, t, Mesh(ParallelDims()), whole(net))
     matrix, norm, m, v = np.full(3, 0.5), np.full(3, 0.5), np.zeros(3), np.zeros(3)
     for i, row in enumerate([[1, -2, 3], [2, 2, 0], [-3, 1, 1]], start=1):
         step([(np.array([row], np.int32), np.zeros((1, 3), np.int32))], 0.1)
@@ -102,14 +109,12 @@ def test_gradients_are_clipped_by_their_global_norm():
 
 def test_the_norm_of_millions_of_gradients_is_right_to_six_digits():
     net = nn.Dense(2048, 2048)  # 4 million: a plain fp32 sum of that many squares is off by 1e-3
-    step = TrainStep(net, training(), Mesh(ParallelDims()), [True, False])
+    step = TrainStep(net, training(), Mesh(ParallelDims()), whole(net, copies=4))
     values = [draw.standard_normal(grad.shape).astype(np.float32) for grad in step.grads]
     for grad, value in zip(step.grads, values, strict=True):
         grad.set_data(Tensor(value))
-    norms = [norm.asnumpy() for norm in step.squared_norms()]
-    np.testing.assert_allclose(
-        norms, [np.square(value, dtype=np.float64).sum() for value in values], rtol=1e-5
-    )
+    expected = sum(np.square(value, dtype=np.float64).sum() for value in values)
+    np.testing.assert_allclose(step.squared_norm().asnumpy(), expected / 4, rtol=1e-6)
 
 
 # ---- a batch in parts ------------------------------------------------------------------------------------

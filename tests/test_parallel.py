@@ -20,10 +20,11 @@ def test_rank_order_is_tp_then_dp_then_pp():
 def test_expert_groups_lie_inside_data_groups():
     dims = ParallelDims(dp=4, tp=2, ep=2)
     assert dims.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert dims.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert dims.groups("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp", "ep"])
+@pytest.mark.parametrize("axis", ["world", "dp", "tp", "pp", "ep", "edp"])
 def test_every_rank_is_in_one_group_of_each_axis(axis):
     dims = ParallelDims(dp=4, tp=3, pp=2, ep=2)
     assert sorted(rank for group in dims.groups(axis) for rank in group) == list(range(24))
